@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -342,9 +343,14 @@ def block_visibility(
 
 
 def backend_mask(mask, backend: str, dtype: torch.dtype):
-    """A boolean mask as it is for SDPA, as an additive one for eager and flex attention; others as they are."""
+    """A boolean mask in the form that a backend takes; other masks are used as given."""
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or backend == "sdpa":
         return mask
+    if backend == "flex_attention":
+        rows, _, queries, keys = mask.shape
+        if rows == 1:  # the same for every row of the batch
+            return create_block_mask(lambda b, h, q, k: mask[0, 0, q, k], None, None, queries, keys, mask.device)
+        return create_block_mask(lambda b, h, q, k: mask[b, 0, q, k], rows, None, queries, keys, mask.device)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 

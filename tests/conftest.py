@@ -1,0 +1,132 @@
+"""Tiny targets and drafters, and drafters of a chosen accuracy. Everything here is random, seeded, and made in place."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from dflash_hub import DFlashConfig, DFlashDraftModel
+from dflash_hub.generation_dflash import DFlashCandidateGenerator
+
+ROOT = Path(__file__).parent.parent
+SHARED = ROOT.parent / "shared"
+FIXTURE = SHARED / "fixtures" / "smollm2-dflash"
+
+VOCAB = 97
+LAYERS = 4
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral")
+DRAFTERS = ("random", "half-right", "oracle")
+
+
+@pytest.fixture
+def fixture_folder() -> Path:
+    if not FIXTURE.is_dir():
+        pytest.skip(f"the trained drafter with reference values is not at {FIXTURE} (a user's clone does not have it)")
+    return FIXTURE
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> str:
+    from dflash_hub.demo.smollm2 import smollm2
+
+    try:
+        return smollm2(offline=True)[0]
+    except FileNotFoundError as error:
+        pytest.skip(f"the offline target is not installed: {error}")
+
+
+def tiny_target(family: str, seed: int = 0, **overrides):
+    """A random causal LM in float32; initialised widely, so that its greedy text varies and has no near ties."""
+    size = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+    }
+    own = {
+        "qwen3": {"head_dim": 8},
+        "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        "mistral": {"head_dim": 8, "sliding_window": 8},
+    }
+    config = transformers.CONFIG_MAPPING[family](**size | own.get(family, {}) | overrides)
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def tiny_config(**overrides) -> DFlashConfig:
+    fields = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_theta": 10000.0},
+        "block_size": 5,
+        "mask_token_id": 96,
+        "target_layer_ids": [0, 1, 2],
+        "num_target_layers": LAYERS,
+        "initializer_range": 0.3,
+    }
+    return DFlashConfig(**fields | overrides)
+
+
+def tiny_drafter(seed: int = 1, dtype=torch.float32, **overrides) -> DFlashDraftModel:
+    torch.manual_seed(seed)
+    model = DFlashDraftModel(tiny_config(**overrides)).eval()
+    with torch.no_grad():  # norms of one hide a norm that is not applied
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+    return model.to(dtype)
+
+
+def prompt_of(length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def drafts_of(monkeypatch):
+    """Make every drafter propose a known text: `drafts_of(kind, text)`.
+
+    The drafter still runs, so that its inputs and its cache are exercised; only its logits are replaced: by the text's
+    tokens (oracle), by about half of them (half-right), or not at all (random).
+    """
+
+    def replace(kind: str, text: torch.Tensor | None = None):
+        run_drafter = original
+
+        def draft_logits(self, anchor, context, num_draft, attention_mask=None):
+            logits = run_drafter(self, anchor, context, num_draft, attention_mask)
+            anchor_index = self.cache.get_seq_length()
+            if kind == "random":
+                return logits
+            for slot in range(num_draft):
+                index = anchor_index + 1 + slot
+                right = int(text[0, index]) if index < text.shape[1] else 0
+                wrong = kind == "half-right" and index % 2 == 1 and index % 5 != 0
+                logits[slot, (right + 1) % logits.shape[-1] if wrong else right] = 1e4
+            return logits
+
+        monkeypatch.setattr(DFlashCandidateGenerator, "draft_logits", draft_logits)
+
+    original = DFlashCandidateGenerator.draft_logits
+    return replace
+
+
+def expected_cut(plain: torch.Tensor, prompt_length: int, max_new_tokens: int, eos: set[int] = frozenset()) -> list[int]:
+    """What plain greedy decoding gives with a smaller limit or with end tokens, from its longest text without any."""
+    text = plain[0, : prompt_length + max_new_tokens].tolist()
+    for index in range(prompt_length, len(text)):
+        if text[index] in eos:
+            return text[: index + 1]
+    return text

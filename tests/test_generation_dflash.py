@@ -1,0 +1,582 @@
+"""Greedy decoding through `target.generate(assistant_model=drafter)`: the text is the target's, token for token."""
+
+import inspect
+
+import pytest
+import torch
+import transformers
+from conftest import DRAFTERS, FAMILIES, VOCAB, expected_cut, prompt_of, tiny_drafter, tiny_target
+from dflash_hub.generation_dflash import CACHE
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+
+def greedy(target, ids, **kwargs):
+    return target.generate(ids, do_sample=False, **kwargs)
+
+
+# ------------------------------------------------------------------------------------------------- equality
+
+
+@pytest.mark.parametrize("prompt_length", (1, 40))
+@pytest.mark.parametrize("block_size", (2, 5, 16))
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_plain(family, kind, block_size, prompt_length, drafts_of):
+    """Every length from 1 to two blocks, and an end token at every offset (pitfalls 4, 6, 7, 16, 19)."""
+    target, drafter = tiny_target(family), tiny_drafter(num_hidden_layers=1, block_size=block_size)
+    ids = prompt_of(prompt_length)
+    longest = 2 * block_size
+    plain = greedy(target, ids, max_new_tokens=longest)
+    drafts_of(kind, plain)
+
+    accepted = 0
+    for new in range(1, longest + 1):
+        text = greedy(target, ids, assistant_model=drafter, max_new_tokens=new)
+        assert text[0].tolist() == expected_cut(plain, prompt_length, new)
+        speculation = drafter.last_speculation
+        accepted += speculation.num_accepted
+        assert sum(speculation.acceptance_lengths[0]) == new - 1  # the first token is the prompt pass's
+        if kind == "oracle":
+            assert speculation.num_accepted == speculation.num_drafted
+            assert len(speculation.drafted[0]) == -(-(new - 1) // block_size)
+
+    for offset in range(longest):
+        eos = {int(plain[0, prompt_length + offset])}
+        text = greedy(target, ids, assistant_model=drafter, max_new_tokens=longest, eos_token_id=list(eos))
+        assert text[0].tolist() == expected_cut(plain, prompt_length, longest, eos)
+    if kind != "random":
+        assert accepted > 0
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_half_precision_stays_within_the_targets_own_ties(dtype, drafts_of):
+    """Pitfall 12: other kernels verify a block than write a token; each token must still be a near best one."""
+    target, drafter = tiny_target("qwen3").to(dtype), tiny_drafter(dtype=dtype)
+    ids = prompt_of(20)
+    plain = greedy(target, ids, max_new_tokens=40)
+    drafts_of("half-right", plain)
+    text = greedy(target, ids, assistant_model=drafter, max_new_tokens=40)
+    scores = target(text).logits[0, 19:-1].float()
+    gap = scores.max(-1).values - scores.gather(-1, text[0, 20:, None])[:, 0]
+    resolution = torch.finfo(dtype).eps * scores.abs().max()
+    assert gap.max() <= 4 * resolution
+    assert drafter.last_speculation.num_accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("target_dtype", "drafter_dtype"), ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32))
+)
+def test_drafter_and_target_may_differ_in_dtype(target_dtype, drafter_dtype):
+    """Pitfall 38."""
+    target, drafter = tiny_target("llama").to(target_dtype), tiny_drafter(dtype=drafter_dtype)
+    ids = prompt_of(9)
+    text = greedy(target, ids, assistant_model=drafter, max_new_tokens=8)
+    assert text.shape == (1, 17)
+    if target_dtype is torch.float32:
+        assert torch.equal(text, greedy(target, ids, max_new_tokens=8))
+
+
+def test_left_padding_changes_neither_text_nor_acceptance(drafts_of):
+    """Pitfall 30: also what the drafter proposes is the same."""
+    target, drafter = tiny_target("llama"), tiny_drafter(layer_types=["full_attention", "sliding_attention"], sliding_window=6)
+    ids = prompt_of(12)
+    padded = torch.cat([torch.zeros(1, 7, dtype=torch.long), ids], dim=1)
+    mask = torch.cat([torch.zeros(1, 7, dtype=torch.long), torch.ones_like(ids)], dim=1)
+    logits = []
+    drafts_of("random")
+    from dflash_hub.generation_dflash import DFlashCandidateGenerator as Candidates
+
+    run = Candidates.draft_logits
+    Candidates.draft_logits = lambda *args: logits.append(run(*args)) or logits[-1]
+    try:
+        alone = greedy(target, ids, assistant_model=drafter, max_new_tokens=20)
+        first = len(logits)
+        text = greedy(target, padded, attention_mask=mask, assistant_model=drafter, max_new_tokens=20)
+    finally:
+        Candidates.draft_logits = run
+    assert torch.equal(text[:, 7:], alone)
+    assert torch.equal(alone, greedy(target, ids, max_new_tokens=20))
+    torch.testing.assert_close(torch.cat(logits[:first]), torch.cat(logits[first:]), atol=1e-4, rtol=1e-4)
+
+
+def test_a_grown_vocabulary_is_fine(drafts_of):
+    target, drafter = tiny_target("llama"), tiny_drafter()
+    target.resize_token_embeddings(VOCAB + 7)
+    ids = prompt_of(10)
+    plain = greedy(target, ids, max_new_tokens=20)
+    drafts_of("half-right", plain)
+    assert torch.equal(greedy(target, ids, assistant_model=drafter, max_new_tokens=20), plain)
+    assert drafter.last_speculation.num_accepted > 0
+
+
+def test_a_head_without_dense_weight_is_called_not_read(drafts_of):
+    """Pitfall 39."""
+
+    class Packed(torch.nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.register_buffer("packed", linear.weight.detach().clone())
+
+        def forward(self, hidden):
+            return hidden @ self.packed.T
+
+    target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
+    plain = greedy(target, ids, max_new_tokens=20)
+    target.lm_head = Packed(target.lm_head)
+    drafts_of("half-right", plain)
+    assert torch.equal(greedy(target, ids, assistant_model=drafter, max_new_tokens=20), plain)
+
+
+def test_a_head_wider_than_the_embedding_proposes_embeddable_tokens_only():
+    target, drafter, ids = tiny_target("llama", tie_word_embeddings=False), tiny_drafter(), prompt_of(10)
+    with torch.no_grad():
+        wide = torch.nn.Linear(32, VOCAB + 3, bias=False)
+        wide.weight[:VOCAB] = target.lm_head.weight
+        wide.weight[VOCAB:] = 0
+        target.lm_head = wide
+    text = greedy(target, ids, assistant_model=drafter, max_new_tokens=20)
+    assert torch.equal(text, greedy(target, ids, max_new_tokens=20))
+
+
+# ------------------------------------------------------------------------------------------------- stops and lengths
+
+
+@pytest.mark.parametrize("form", ("int", "list", "target's config", "passed config"))
+def test_end_tokens_in_every_form(form, drafts_of):
+    target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
+    plain = greedy(target, ids, max_new_tokens=20)
+    drafts_of("oracle", plain)
+    first, second = int(plain[0, 17]), int(plain[0, 14])
+    kwargs = {"max_new_tokens": 20}
+    ends = {first} if form == "int" else {first, second}
+    if form == "int":
+        kwargs["eos_token_id"] = first
+    elif form == "list":
+        kwargs["eos_token_id"] = [first, second]
+    elif form == "target's config":
+        target.generation_config.eos_token_id = [first, second]
+    else:
+        kwargs = {"generation_config": GenerationConfig(max_new_tokens=20, eos_token_id=[first, second], do_sample=False)}
+    text = target.generate(ids, assistant_model=drafter, **kwargs)
+    assert text[0].tolist() == expected_cut(plain, 10, 20, ends)
+    assert torch.equal(text, target.generate(ids, **kwargs))
+
+
+class StopsAt(StoppingCriteria):
+    def __init__(self, length):
+        self.length = length
+        self.seen = []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.seen.append(input_ids.shape[1])
+        return torch.tensor([input_ids.shape[1] >= self.length])
+
+
+@pytest.mark.parametrize("offset", range(1, 11))
+def test_a_custom_criterion_stops_inside_a_block(offset, drafts_of):
+    """Pitfall 2: at every offset, asked once per token and in order, and nothing after it is streamed or cached."""
+    target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
+    plain = greedy(target, ids, max_new_tokens=20)
+    drafts_of("oracle", plain)
+    criterion = StopsAt(10 + offset)
+    output = greedy(
+        target,
+        ids,
+        assistant_model=drafter,
+        max_new_tokens=20,
+        stopping_criteria=StoppingCriteriaList([criterion]),
+        return_dict_in_generate=True,
+    )
+    assert output.sequences[0].tolist() == plain[0, : 10 + offset].tolist()
+    assert criterion.seen == list(range(11, 11 + offset))
+    assert output[CACHE].get_seq_length() == 10 + offset - 1
+
+
+def test_stop_strings(drafts_of, smollm2_path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_path)
+    target = tiny_target("llama", vocab_size=49152)
+    drafter, ids = tiny_drafter(vocab_size=49152), prompt_of(10)
+    plain = greedy(target, ids, max_new_tokens=20)
+    drafts_of("oracle", plain)
+    stop = tokenizer.decode(plain[0, 16])
+    expected = greedy(target, ids, max_new_tokens=20, stop_strings=[stop], tokenizer=tokenizer)
+    text = greedy(target, ids, assistant_model=drafter, max_new_tokens=20, stop_strings=[stop], tokenizer=tokenizer)
+    assert torch.equal(text, expected) and text.shape[1] < 30
+    with pytest.raises(ValueError, match="pass `tokenizer=`"):
+        greedy(target, ids, assistant_model=drafter, stop_strings=[stop])
+
+
+# ------------------------------------------------------------------------------------------------- processors and results
+
+
+class CountsCalls(LogitsProcessor):
+    """Keeps state: its penalty depends on how often it was called, and it remembers the lengths it saw."""
+
+    def __init__(self):
+        self.lengths = []
+
+    def __call__(self, input_ids, scores):
+        self.lengths.append(input_ids.shape[1])
+        scores = scores.clone()
+        scores[:, len(self.lengths) % VOCAB] += 5.0 * (len(self.lengths) % 3)
+        return scores
+
+
+PROCESSORS = {
+    "repetition penalty": {"repetition_penalty": 1.7},
+    "no repeated bigrams": {"no_repeat_ngram_size": 2, "min_new_tokens": 9, "eos_token_id": 5},
+    "suppressed": {"suppress_tokens": [7, 8, 9], "begin_suppress_tokens": [11, 12]},
+    "sequence bias": {"sequence_bias": [[[20], 4.0], [[20, 21], 6.0]]},
+    "forced end": {"forced_eos_token_id": 3},
+    "length decay": {"exponential_decay_length_penalty": (4, 1.5), "eos_token_id": 5},
+    "bad words": {"bad_words_ids": [[30], [31, 32]]},
+    "stateful": {},
+}
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_logits_processors(name, kind, drafts_of):
+    """Pitfalls 14, 15: stateful ones too see each emitted token once, in order."""
+    target, drafter, ids = tiny_target("qwen3"), tiny_drafter(), prompt_of(10)
+
+    def run(**kwargs):
+        counter = CountsCalls()
+        if name == "stateful":
+            kwargs["logits_processor"] = LogitsProcessorList([counter])
+        return greedy(target, ids, max_new_tokens=24, **PROCESSORS[name], **kwargs), counter.lengths
+
+    plain, lengths = run()
+    drafts_of(kind, plain)
+    text, drafted_lengths = run(assistant_model=drafter)
+    assert torch.equal(text, plain)
+    assert drafted_lengths == lengths
+    if kind == "oracle":  # all of every round; the last one may end inside
+        speculation = drafter.last_speculation
+        assert speculation.accepted[0][:-1] == speculation.drafted[0][:-1]
+        assert speculation.accepted[0][-1] >= speculation.acceptance_lengths[0][-1] - 1
+        assert speculation.num_accepted > 0
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("stateful", (False, True))
+def test_scores_and_logits(kind, stateful, drafts_of):
+    target, drafter, ids = tiny_target("qwen3"), tiny_drafter(), prompt_of(10)
+    kwargs = {"max_new_tokens": 16, "repetition_penalty": 1.3, "return_dict_in_generate": True}
+    kwargs |= {"output_scores": True, "output_logits": True}
+
+    def run(**more):
+        processors = LogitsProcessorList([CountsCalls()] if stateful else [])
+        return greedy(target, ids, logits_processor=processors, **kwargs, **more)
+
+    plain = run()
+    drafts_of(kind, plain.sequences)
+    output = run(assistant_model=drafter)
+    assert torch.equal(output.sequences, plain.sequences)
+    assert len(output.scores) == len(output.logits) == 16
+    for mine, theirs in zip(output.scores + output.logits, plain.scores + plain.logits):
+        assert mine.shape == theirs.shape
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+    assert output[CACHE].get_seq_length() == plain[CACHE].get_seq_length() == 25
+    assert output.speculation is drafter.last_speculation
+    assert list(output.keys()) == list(plain.keys())
+
+
+class Collects:
+    def __init__(self):
+        self.pieces, self.ended = [], False
+
+    def put(self, value):
+        self.pieces.append(value.flatten().tolist())
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_streamer(kind, drafts_of):
+    """Pitfall 36: the prompt once, then pieces of 1 to block_size tokens, nothing after the stop."""
+    target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
+    plain = greedy(target, ids, max_new_tokens=20)
+    drafts_of(kind, plain)
+    streamer, eos = Collects(), int(plain[0, 23])
+    text = greedy(target, ids, assistant_model=drafter, max_new_tokens=20, streamer=streamer, eos_token_id=eos)
+    assert streamer.pieces[0] == ids[0].tolist() and streamer.ended
+    assert sum(streamer.pieces, []) == text[0].tolist()
+    assert all(1 <= len(piece) <= 5 for piece in streamer.pieces[1:])
+    assert text[0].tolist() == expected_cut(plain, 10, 20, {eos})
+
+
+def test_statistics(drafts_of):
+    target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
+    plain = greedy(target, ids, max_new_tokens=31)
+    drafts_of("half-right", plain)
+    greedy(target, ids, assistant_model=drafter, max_new_tokens=31)
+    s = drafter.last_speculation
+    assert s.target_passes == len(s.acceptance_lengths[0]) + 1
+    assert s.drafter_passes == sum(drafted > 0 for drafted in s.drafted[0])
+    assert s.tau == 30 / len(s.acceptance_lengths[0])
+    assert [a + 1 for a in s.accepted[0]] == s.acceptance_lengths[0]
+    shares = s.slot_acceptance
+    assert len(shares) == 4 and 0 < shares[0] < 1
+    drafts_of("oracle", plain)
+    greedy(target, ids, assistant_model=drafter, max_new_tokens=31)
+    assert drafter.last_speculation.acceptance_lengths == [[5] * 6]
+    assert drafter.last_speculation.slot_acceptance == [1.0] * 4
+
+
+def test_only_tapped_states_are_kept(monkeypatch):
+    """Pitfall 44: of a long prompt's hidden states only the tapped layers' are returned by the target."""
+    target, drafter = tiny_target("llama"), tiny_drafter(target_layer_ids=[1])
+    kept = []
+    run = type(target).forward
+
+    def forward(self, *args, **kwargs):
+        outputs = run(self, *args, **kwargs)
+        kept.append(sum(state is not None for state in outputs.hidden_states))
+        return outputs
+
+    monkeypatch.setattr(type(target), "forward", forward)
+    greedy(target, prompt_of(30), assistant_model=drafter, max_new_tokens=6)
+    assert set(kept) == {1}
+
+
+def test_taps_are_what_forward_hooks_see():
+    """Pitfall 50: target_layer_ids are outputs of 0-based decoder layers."""
+    from dflash_hub.generation_dflash import tap_request, tapped
+
+    for family in FAMILIES:
+        target, seen = tiny_target(family), {}
+        for index, layer in enumerate(target.model.layers):
+            layer.register_forward_hook(
+                lambda module, args, output, i=index: seen.update({i: output[0] if isinstance(output, tuple) else output})
+            )
+        outputs = target(prompt_of(6), output_hidden_states=tap_request([0, 2]))
+        for mine, index in zip(tapped(outputs.hidden_states, target, [0, 2]), (0, 2)):
+            assert torch.equal(mine, seen[index])
+
+
+def test_the_first_round_sees_the_whole_prompt_and_later_ones_what_was_accepted(drafts_of, monkeypatch):
+    target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
+    plain = greedy(target, ids, max_new_tokens=20)
+    drafts_of("half-right", plain)
+    fed = []
+    run = type(drafter).forward
+
+    def forward(self, noise_embeds, context_hidden_states, *args, **kwargs):
+        fed.append(context_hidden_states)
+        return run(self, noise_embeds, context_hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(type(drafter), "forward", forward)
+    greedy(target, ids, assistant_model=drafter, max_new_tokens=20)
+    lengths = drafter.last_speculation.acceptance_lengths[0]
+    assert [states.shape[1] for states in fed] == [10, *lengths[: len(fed) - 1]]
+    # Row by row they are the states of one plain pass over the text.
+    states = target(plain, output_hidden_states=True).hidden_states
+    expected = torch.cat([states[i + 1] for i in drafter.config.target_layer_ids], dim=-1)
+    fed = torch.cat(fed, dim=1)
+    torch.testing.assert_close(fed, expected[:, : fed.shape[1]], atol=1e-4, rtol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------- how many to draft
+
+
+def test_number_of_drafted_tokens(drafts_of):
+    """Call argument, passed config, target's config, drafter's config: the first that states one."""
+    target, drafter, ids = tiny_target("llama"), tiny_drafter(num_draft_tokens=3), prompt_of(10)
+    plain = greedy(target, ids, max_new_tokens=20)
+    drafts_of("oracle", plain)
+
+    def drafted(**kwargs):
+        text = target.generate(ids, assistant_model=drafter, **kwargs)
+        assert torch.equal(text, plain)
+        return max(drafter.last_speculation.drafted[0])
+
+    config = GenerationConfig(max_new_tokens=20, num_assistant_tokens=2, do_sample=False)
+    assert drafted(max_new_tokens=20) == 3
+    assert drafted(max_new_tokens=20, num_assistant_tokens=1) == 1
+    assert drafted(generation_config=config) == 2
+    target.generation_config.num_assistant_tokens = 4
+    assert drafted(max_new_tokens=20) == 4
+    assert drafted(generation_config=config) == 2
+    for bad in (0, 5, 20, True, 2.0):
+        with pytest.raises(ValueError, match="drafts 1 to 4"):
+            target.generate(ids, assistant_model=drafter, num_assistant_tokens=bad)
+    with pytest.raises(ValueError, match="'auto'"):
+        target.generate(ids, assistant_model=drafter, num_assistant_tokens="auto")
+
+
+def test_the_block_is_fed_whole_whatever_is_drafted(monkeypatch):
+    """Pitfalls 35, 49."""
+    target, drafter = tiny_target("llama"), tiny_drafter()
+    fed, verified = [], []
+    run, run_target = type(drafter).forward, type(target).forward
+    monkeypatch.setattr(
+        type(drafter), "forward", lambda self, noise, *a, **k: fed.append(noise.shape[1]) or run(self, noise, *a, **k)
+    )
+    monkeypatch.setattr(
+        type(target),
+        "forward",
+        lambda self, *a, **k: verified.append(k["input_ids"].shape[1]) or run_target(self, *a, **k),
+    )
+    greedy(target, prompt_of(10), assistant_model=drafter, max_new_tokens=6, num_assistant_tokens=2)
+    assert set(fed) == {5}
+    assert max(verified[1:]) == 3 and verified[-1] in (1, 2)  # never past what is left
+
+
+# ------------------------------------------------------------------------------------------------- the hook
+
+
+def test_every_other_call_is_untouched(monkeypatch):
+    """The hook passes on the very same arguments."""
+    hooked = GenerationMixin.generate
+    assert hooked._dflash_hook and inspect.signature(hooked) == inspect.signature(hooked.__wrapped__)
+    target, ids = tiny_target("llama"), prompt_of(10)
+    small = tiny_target("llama", seed=5, num_hidden_layers=1)
+    for kwargs in (
+        {},
+        {"num_beams": 2},
+        {"prompt_lookup_num_tokens": 3},
+        {"assistant_model": small},
+        {"do_sample": True, "num_return_sequences": 3},
+    ):
+        torch.manual_seed(3)
+        mine = target.generate(ids, max_new_tokens=12, **kwargs)
+        torch.manual_seed(3)
+        theirs = hooked.__wrapped__(target, ids, max_new_tokens=12, **kwargs)
+        assert torch.equal(mine, theirs)
+    config = GenerationConfig(max_new_tokens=5)
+    assert torch.equal(
+        target.generate(ids, config, None, None, None, None, small), hooked.__wrapped__(target, ids, config)
+    )
+
+
+def test_the_drafter_is_found_wherever_it_stands(drafts_of):
+    target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
+    config = GenerationConfig(max_new_tokens=12, do_sample=False)
+    plain = target.generate(ids, config)
+    drafts_of("oracle", plain)
+    assert torch.equal(target.generate(ids, config, None, None, None, None, drafter), plain)
+    assert drafter.last_speculation.num_accepted > 0
+    assert torch.equal(target.generate(inputs=ids, generation_config=config, assistant_model=drafter), plain)
+    assert torch.equal(target.generate(input_ids=ids, generation_config=config, assistant_model=drafter), plain)
+
+
+def test_installing_twice_changes_nothing():
+    from dflash_hub.generation_dflash import install_generate_hook
+
+    before = GenerationMixin.generate
+    install_generate_hook()
+    assert GenerationMixin.generate is before
+
+
+def test_two_threads_share_target_and_drafter(drafts_of):
+    from concurrent.futures import ThreadPoolExecutor
+
+    target, drafter = tiny_target("llama"), tiny_drafter()
+    prompts = [prompt_of(8 + seed, seed) for seed in range(6)]
+    plain = [greedy(target, ids, max_new_tokens=16) for ids in prompts]
+    with ThreadPoolExecutor(2) as pool:
+        texts = list(pool.map(lambda ids: greedy(target, ids, assistant_model=drafter, max_new_tokens=16), prompts))
+    assert all(torch.equal(a, b) for a, b in zip(texts, plain))
+
+
+def test_an_exception_in_the_middle_leaves_both_usable():
+    class Breaks(Collects):
+        def put(self, value):
+            super().put(value)
+            if len(self.pieces) == 4:
+                raise KeyboardInterrupt
+
+    target, drafter, ids = tiny_target("mistral"), tiny_drafter(), prompt_of(10)
+    plain = greedy(target, ids, max_new_tokens=20)
+    with pytest.raises(KeyboardInterrupt):
+        greedy(target, ids, assistant_model=drafter, max_new_tokens=20, streamer=Breaks())
+    assert torch.equal(greedy(target, ids, assistant_model=drafter, max_new_tokens=20), plain)
+
+
+# ------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "sentence"),
+    (
+        ({"num_beams": 2}, "`num_beams=2`"),
+        ({"num_return_sequences": 2, "do_sample": True}, "`num_return_sequences=2`"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "`penalty_alpha=0.6`"),
+        ({"dola_layers": "high"}, "`dola_layers='high'`"),
+        ({"prompt_lookup_num_tokens": 3}, "`prompt_lookup_num_tokens=3`"),
+        ({"assistant_early_exit": 2}, "`assistant_early_exit=2`"),
+        ({"guidance_scale": 1.5}, "`guidance_scale=1.5`"),
+        ({"use_cache": False}, "`use_cache=False`"),
+        ({"cache_implementation": "static"}, "`cache_implementation='static'`"),
+        ({"prefill_chunk_size": 4}, "`prefill_chunk_size=4`"),
+        ({"token_healing": True}, "`token_healing=True`"),
+        ({"output_hidden_states": True}, "`output_hidden_states=True`"),
+        ({"output_attentions": True}, "`output_attentions=True`"),
+        ({"custom_generate": lambda *a, **k: None}, "`custom_generate` is not supported"),
+        ({"synced_gpus": True}, "`synced_gpus` is not supported"),
+        ({CACHE: transformers.DynamicCache()}, "cache object"),
+        ({"inputs_embeds": torch.zeros(1, 3, 32)}, "`inputs_embeds`"),
+    ),
+)
+def test_unsupported_calls_are_refused_by_name_before_any_pass(kwargs, sentence, monkeypatch):
+    target, drafter = tiny_target("llama"), tiny_drafter()
+    monkeypatch.setattr(type(target), "forward", lambda *args, **kwargs: pytest.fail("a pass was made"))
+    with pytest.raises(ValueError, match=sentence):
+        target.generate(prompt_of(5), assistant_model=drafter, **kwargs)
+
+
+def test_a_batch_is_refused_by_name():
+    with pytest.raises(ValueError, match="one row at a time for now, got 2 rows"):
+        tiny_target("llama").generate(prompt_of(5).repeat(2, 1), assistant_model=tiny_drafter())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    (
+        ({"hidden_size": 48, "num_attention_heads": 6}, "hidden size of 32, the target's is 48"),
+        ({"num_hidden_layers": 6}, "number of layers of 4, the target's is 6"),
+        ({"vocab_size": 90}, "vocabulary of 97, the target embeds 90 tokens"),
+    ),
+)
+def test_a_wrong_pair_is_refused_by_name(overrides, sentence):
+    """Pitfall 70."""
+    target, drafter = tiny_target("llama", **overrides), tiny_drafter()
+    drafter.config.name_or_path = "org/drafter"
+    target.config.name_or_path = "org/target"
+    with pytest.raises(ValueError, match=f"'org/drafter' does not fit the target 'org/target'.*{sentence}"):
+        target.generate(prompt_of(5), assistant_model=drafter)
+
+
+def test_a_cache_that_cannot_be_rolled_back_is_refused_by_name():
+    """Pitfall 17: recurrent linear attention."""
+    target = tiny_target(
+        "qwen3_next",
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    )
+    with pytest.raises(ValueError, match="cannot be rolled back"):
+        target.generate(prompt_of(5), assistant_model=tiny_drafter())
+
+
+def test_an_encoder_decoder_is_refused_by_name():
+    config = transformers.T5Config(
+        vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0
+    )
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        transformers.T5ForConditionalGeneration(config).generate(prompt_of(5), assistant_model=tiny_drafter())
