@@ -1,0 +1,340 @@
+"""DFlashConfig: checked when it is made, complete when it is saved, and every release of z-lab is read or refused."""
+
+import json
+
+import pytest
+import torch
+from conftest import FIXTURE, tiny_config
+from dflash_hub import DFlashConfig
+from dflash_hub.configuration_dflash import read_config_dict, spread_target_layer_ids
+from dflash_hub.modeling_dflash import DFlashRotaryEmbedding
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    (
+        ({"target_layer_ids": [0, 1, 1]}, "must not repeat"),
+        ({"target_layer_ids": [0, 4]}, "target with 4 layers; 4 is none"),
+        ({"target_layer_ids": [-1]}, "-1 is none"),
+        ({"target_layer_ids": [0, 3]}, r"must not hold the target's last layer \(3\)"),
+        ({"target_layer_ids": []}, "list of decoder layer indices"),
+        ({"target_layer_ids": [0.5]}, "list of decoder layer indices"),
+        ({"mask_token_id": 97}, r"in \[0, 97\), got 97"),
+        ({"mask_token_id": None}, "got None"),
+        ({"block_size": 1}, "at least 2"),
+        ({"block_size": 0}, "positive integer|at least 2"),
+        ({"block_size": True}, "positive integer"),
+        ({"layer_types": [FULL]}, "each of the 2 layers"),
+        ({"layer_types": [FULL, "linear_attention"]}, "each of the 2 layers"),
+        ({"layer_types": [FULL, SLIDING]}, "`sliding_window` of at least 2, got None"),
+        ({"layer_types": [FULL, SLIDING], "sliding_window": 1}, "at least 2, got 1"),
+        ({"block_causal": [True]}, "one bool for each of the 2 layers"),
+        ({"block_causal": [0, 1]}, "one bool for each of the 2 layers"),
+        ({"rope_parameters": {}}, "must state the RoPE base"),
+        ({"rope_parameters": {"rope_type": "default"}}, "must state the RoPE base"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial rotary"),
+        ({"num_draft_tokens": 5}, r"in \[1, 4\]"),
+        ({"num_draft_tokens": "all"}, "got 'all'"),
+        ({"head_dim": 7}, "must be even"),
+        ({"num_attention_heads": 3}, "multiple of `num_key_value_heads`"),
+        ({"hidden_size": 0}, "`hidden_size` must be a positive integer"),
+        ({"hidden_size": "32"}, "`hidden_size` must be a positive integer"),
+        ({"final_logit_softcapping": -1.0}, "positive or None"),
+        ({"sample_from_anchor": True}, "sample from anchor"),
+        ({"attention_sink_bias": True}, "attention sinks"),
+        ({"selector_rank": 256}, "path selector of DFlash 2"),
+        ({"draft_vocab_size": 32000}, "reduced draft vocabulary"),
+    ),
+)
+def test_impossible_values_are_refused_when_the_config_is_made(overrides, sentence):
+    """Pitfalls 51, 53, 58, 60, 61, 63."""
+    with pytest.raises(ValueError, match=sentence):
+        tiny_config(**overrides)
+
+
+def test_what_depends_on_the_target_has_no_default():
+    fields = tiny_config().to_dict()
+    for name in ("hidden_size", "block_size", "mask_token_id", "target_layer_ids", "rope_parameters"):
+        with pytest.raises(TypeError, match=f"Missing required field - '{name}'"):
+            DFlashConfig(**{key: value for key, value in fields.items() if key != name})
+
+
+def test_defaults_follow_the_layers():
+    config = tiny_config(layer_types=[SLIDING, FULL], sliding_window=8)
+    assert config.block_causal == [True, False]
+    assert config.windows == [8, None]
+    assert config.num_draft_tokens == 4
+    assert tiny_config(num_draft_tokens="auto").num_draft_tokens == "auto"
+    assert tiny_config(draft_vocab_size=97).vocab_size == 97
+    assert tiny_config(sample_from_anchor=False).block_size == 5
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    (
+        {},
+        {"layer_types": [SLIDING, FULL], "sliding_window": 8, "block_causal": [False, True]},
+        {
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0,
+            }
+        },
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}},
+        {
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+            }
+        },
+        {"target_name_or_path": "org/target", "target_thinking": False, "eos_token_id": [1, 2], "num_draft_tokens": 2},
+    ),
+)  # fmt: skip
+def test_saved_whole_and_read_back_the_same(overrides, tmp_path):
+    """Pitfalls 53, 59: nothing is left at a default that could change, and RoPE keeps its frequencies."""
+    config = tiny_config(**overrides)
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert set(DFlashConfig.__annotations__) <= set(saved)
+    again = DFlashConfig.from_pretrained(tmp_path)
+    for name in DFlashConfig.__annotations__:
+        assert getattr(again, name) == getattr(config, name), name
+    assert again.rope_parameters["rope_theta"] == overrides.get("rope_parameters", {"rope_theta": 1e4})["rope_theta"]
+    before, after = DFlashRotaryEmbedding(config), DFlashRotaryEmbedding(again)
+    assert torch.equal(before.inv_freq, after.inv_freq) and before.attention_scaling == after.attention_scaling
+
+
+# ------------------------------------------------------------------------------------------------- z-lab's releases
+
+
+def release(layers, block, mask, taps, target_layers, hidden, heads, kv, head_dim, ffn, nested_block=False, **more):
+    """config.json of a release, from the published table; unnamed values are z-lab's usual ones."""
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": head_dim,
+        "rms_norm_eps": 1e-6,
+        "layer_types": [FULL] * layers,
+        "max_window_layers": layers,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "rope_theta": 1000000,
+        "rope_scaling": None,
+        "max_position_embeddings": 40960,
+        "num_target_layers": target_layers,
+        "vocab_size": 151936,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "dflash_config": {"mask_token_id": mask, "target_layer_ids": taps},
+    }
+    (config["dflash_config"] if nested_block else config)["block_size"] = block
+    nested = more.pop("nested", {})
+    config["dflash_config"] |= nested
+    config |= more
+    return {key: value for key, value in config.items() if value != "absent"}
+
+
+def sliding(layers, window, full=()):
+    types = [FULL if layer in full else SLIDING for layer in range(layers)]
+    return {"layer_types": types, "sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
+
+
+QWEN35 = {"rope_theta": 10000000, "max_position_embeddings": 262144, "vocab_size": 248320}
+GPT_OSS = {
+    "model_type": "gpt_oss", "attention_bias": True, "vocab_size": 201088, "rope_theta": 150000,
+    "max_position_embeddings": 131072, "initial_context_length": 4096,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
+        "beta_slow": 1.0, "truncate": False,
+    },
+}  # fmt: skip
+KIMI_YARN = {
+    "type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
+TAPS_64 = [1, 16, 31, 46, 61]
+
+READ = {
+    "Qwen3-4B": release(5, 16, 151669, [1, 9, 17, 25, 33], 36, 2560, 32, 8, 128, 9728, tie_word_embeddings=True),
+    "Qwen3-8B": release(5, 16, 151669, [1, 9, 17, 25, 33], 36, 4096, 32, 8, 128, 12288),
+    "Qwen3-Coder-30B-A3B": release(
+        8, 16, 151669, [1, 12, 23, 34, 45], 48, 2048, 32, 4, 128, 6144, max_position_embeddings=262144
+    ),
+    "LLaMA3.1-8B-Instruct-UltraChat": release(
+        5, 10, 128002, [1, 8, 15, 22, 29], 32, 4096, 32, 8, 128, 14336, vocab_size=128256, rope_theta=500000
+    ),
+    "gpt-oss-20b": release(8, 8, 200000, [1, 6, 11, 16, 21], 24, 2880, 64, 8, 64, 7680, **GPT_OSS),
+    "gpt-oss-120b": release(8, 10, 200000, [1, 9, 17, 25, 33], 36, 2880, 64, 8, 64, 7680, **GPT_OSS),
+    "Qwen3.5-4B": release(5, 16, 248070, [1, 8, 15, 22, 29], 32, 2560, 32, 8, 128, 9728, **QWEN35),
+    "Qwen3.5-9B": release(5, 16, 248070, [1, 8, 15, 22, 29], 32, 4096, 32, 8, 128, 12288, **QWEN35),
+    "Qwen3.5-27B": release(
+        6, 16, 248070, TAPS_64, 64, 5120, 32, 8, 128, 17408, **QWEN35, **sliding(6, 4096, full=[5])
+    ),
+    "Qwen3.5-35B-A3B, older": release(8, 16, 248070, [1, 10, 19, 28, 37], 40, 2048, 32, 4, 128, 6144, **QWEN35),
+    "Qwen3.5-35B-A3B, newer": release(
+        6, 16, 248077, [1, 6, 11, 16, 22, 27, 32, 37], 40, 2048, 32, 8, 128, 6144, nested_block=True, **QWEN35,
+        **sliding(6, 4096, full=[5]),
+    ),
+    "Qwen3.6-27B": release(
+        5, 16, 248070, TAPS_64, 64, 5120, 32, 8, 128, 17408, **QWEN35, **sliding(5, 2048, full=[4])
+    ),
+    "Kimi-K2.5": release(
+        6, 8, 163838, [1, 12, 24, 35, 47, 58], 61, 7168, 64, 8, 128, 18432, vocab_size=163840, rope_theta=50000,
+        max_position_embeddings=262144, rope_scaling=KIMI_YARN, bos_token_id=163584, eos_token_id=163585,
+    ),
+    "gemma-4-26B": release(
+        5, 16, 4, [1, 6, 11, 17, 22, 27], 30, 2816, 16, 8, 128, 8192, vocab_size=262144, bos_token_id=2,
+        eos_token_id=1, **sliding(5, 2048, full=[4]),
+        nested={"input_embedding_scale": 53.066, "final_logit_softcapping": 30.0},
+    ),
+}  # fmt: skip
+REFUSED = {
+    "MiMo-V2.5-Pro": (
+        release(
+            5, 8, 151669, [0, 15, 31, 47, 69], 70, 6144, 128, 8, 128, 16384, layer_types="absent", use_swa=True,
+            swa_window_size=1024, attention_sink_bias=True, attention_value_scale=0.612, partial_rotary_factor=0.5,
+        ),
+        "attention sinks",
+    ),
+    "Qwen3.8-27B-DFlash2": (
+        release(
+            5, 8, 248070, [5, 19, 33, 47, 61], 64, 5120, 32, 8, 128, 17408, nested_block=True,
+            **QWEN35 | {"rope_theta": "absent"}, **sliding(5, 2048), architectures=["DFlash2DraftModel"],
+            rope_parameters={"rope_type": "default", "rope_theta": 10000000}, is_causal=False,
+            nested={"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16},
+        ),
+        "DFlash2DraftModel",
+    ),
+    "Muse-Glimmer-30B-DFlash2": (
+        release(
+            5, 16, 201818, [1, 13, 25, 37, 49], 52, 6656, 32, 8, 128, 19968, nested_block=True, vocab_size=202048,
+            rope_theta=500000, rms_norm_eps=1e-5, architectures=["DFlash2DraftModel"], **sliding(5, 2048),
+            nested={"output_multiplier": 0.5, "final_logit_softcapping": 20.0, "conv_kernel_size": 2},
+        ),
+        "DFlash2DraftModel",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_release_is_read(name):
+    """Pitfalls 53, 57: every spelling, and what it means."""
+    source = READ[name]
+    config = DFlashConfig.from_dict(json.loads(json.dumps(source)))
+    nested = source["dflash_config"]
+    assert config.model_type == "dflash"
+    assert config.block_size == source.get("block_size", nested.get("block_size"))
+    assert (config.mask_token_id, config.target_layer_ids) == (nested["mask_token_id"], nested["target_layer_ids"])
+    assert config.rope_parameters["rope_theta"] == source["rope_theta"]
+    assert config.layer_types == source["layer_types"]
+    # Without a flag, sliding layers are causal in the block and full ones are not.
+    assert config.block_causal == [layer_type == SLIDING for layer_type in source["layer_types"]]
+    assert config.sliding_window == source["sliding_window"]
+    for same in ("hidden_size", "head_dim", "num_key_value_heads", "attention_bias", "rms_norm_eps", "vocab_size"):
+        assert getattr(config, same) == source[same]
+    if source["rope_scaling"]:
+        assert config.rope_parameters["rope_type"] == "yarn"
+        assert config.rope_parameters["factor"] == source["rope_scaling"]["factor"]
+    if name.startswith("gemma"):
+        assert (config.input_embedding_scale, config.final_logit_softcapping) == (53.066, 30.0)
+    assert config.tie_word_embeddings is False
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_release_with_parts_of_other_methods_is_refused_by_name(name):
+    """Pitfall 94."""
+    source, sentence = REFUSED[name]
+    with pytest.raises(ValueError, match=sentence):
+        DFlashConfig.from_dict(source)
+    source = dict(source, architectures=["DFlashDraftModel"])  # also where only its parts give it away
+    with pytest.raises(ValueError, match="not supported"):
+        DFlashConfig.from_dict(source)
+
+
+BASE = READ["Qwen3-8B"]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    (
+        ({"dflash_config": BASE["dflash_config"] | {"block_size": 8}}, r"`block_size` is stated twice and differs: \[16, 8\]"),
+        ({"target_layer_ids": [1, 2]}, "`target_layer_ids` is stated twice and differs"),
+        ({"mask_token_id": 5}, "`mask_token_id` is stated twice"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, "`rope_theta` is stated twice"),
+        ({"rope_theta": None}, "the RoPE base is not stated"),
+        ({"block_size": None}, "`block_size` is stated neither"),
+        ({"num_target_layers": None}, "`num_target_layers` is stated neither"),
+        ({"is_causal": True, "dflash_config": BASE["dflash_config"] | {"causal": False}}, "in-block causality"),
+        ({"dflash_config": BASE["dflash_config"] | {"use_swa": True, "swa_window_size": 64}}, "State it"),
+        ({"dflash_config": BASE["dflash_config"] | {"mystery": 1}}, r"holds \['mystery'\]"),
+        ({"layer_types": [SLIDING] * 5, "sliding_window": 64}, "`use_sliding_window` is false"),
+        ({"architectures": ["Qwen3DFlashDraftModel"]}, "found .*Qwen3DFlashDraftModel"),
+    ),
+)  # fmt: skip
+def test_conflicts_and_gaps_are_errors(change, sentence):
+    """Pitfall 57."""
+    with pytest.raises(ValueError, match=sentence):
+        DFlashConfig.from_dict(BASE | change)
+
+
+def test_another_model_is_not_taken_for_a_drafter():
+    with pytest.raises(ValueError, match="not the configuration of a DFlash drafter: model_type 'llama'"):
+        DFlashConfig.from_dict({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+
+
+@pytest.mark.parametrize("flags", ({"is_causal": True}, {"is_causal": False}))
+def test_one_flag_is_for_all_layers(flags):
+    config = DFlashConfig.from_dict(READ["Qwen3.6-27B"] | flags)
+    assert config.block_causal == [flags["is_causal"]] * 5
+    nested = READ["Qwen3.6-27B"]["dflash_config"] | {"causal": flags["is_causal"]}
+    assert DFlashConfig.from_dict(READ["Qwen3.6-27B"] | {"dflash_config": nested}).block_causal == config.block_causal
+
+
+def test_model_optimizers_windows():
+    nested = BASE["dflash_config"] | {"use_swa": True, "swa_window_size": 2048, "causal": False}
+    config = DFlashConfig.from_dict(BASE | {"dflash_config": nested})
+    assert (config.layer_types, config.sliding_window, config.block_causal) == ([SLIDING] * 5, 2048, [False] * 5)
+
+
+def test_qwen3s_rule_where_layer_types_are_absent():
+    source = {k: v for k, v in BASE.items() if k != "layer_types"}
+    assert DFlashConfig.from_dict(source).layer_types == [FULL] * 5
+    windows = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}
+    assert DFlashConfig.from_dict(source | windows).windows == [None] * 3 + [64] * 2
+
+
+def test_taps_are_spread_by_the_papers_rule():
+    """Pitfall 60; only where a file states none."""
+    assert spread_target_layer_ids(36, 5) == [1, 9, 17, 25, 33]
+    assert spread_target_layer_ids(30, 5) == [1, 8, 14, 20, 27]
+    assert spread_target_layer_ids(32, 5) == [1, 8, 15, 22, 29]
+    assert spread_target_layer_ids(36, 1) == [18]
+    with pytest.raises(ValueError, match="6 layers is too shallow for 5 taps"):
+        spread_target_layer_ids(6, 5)
+    nested = {"mask_token_id": 151669}
+    assert DFlashConfig.from_dict(BASE | {"dflash_config": nested}).target_layer_ids == [1, 9, 17, 25, 33]
+
+
+def test_our_own_spelling_is_left_alone():
+    config = tiny_config().to_dict()
+    assert read_config_dict(config) is config
+
+
+def test_the_fixtures_config(fixture_folder):
+    config = DFlashConfig.from_pretrained(FIXTURE)
+    assert (config.block_size, config.mask_token_id, config.target_layer_ids) == (8, 16, [1, 8, 14, 20, 27])
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 100000.0}
+    assert config.dtype is torch.bfloat16
