@@ -196,6 +196,8 @@ class DFlashConfig(PreTrainedConfig):
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if not config_dict:
+            raise OSError(f"no config.json in {str(pretrained_model_name_or_path)!r}.")
         return read_config_dict(config_dict), kwargs
 
     @classmethod

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 
-from ..configuration_dflash import SLIDING, DFlashConfig, read_config_dict
+from ..configuration_dflash import SLIDING, DFlashConfig
 from ..hub_dflash import write_text
 from ..modeling_dflash import DFlashDraftModel
 from .folders import new_folder
@@ -33,7 +34,7 @@ def import_zlab(
         FileExistsError: see `new_folder`.
     """
     with new_folder(destination, force) as folder:
-        drafter = DFlashDraftModel.from_pretrained(source, use_safetensors=True, dtype="auto")
+        drafter = _load(source)
         for name, value in (("target_name_or_path", target), ("target_chat", chat), ("target_thinking", thinking)):
             if value is not None:
                 setattr(drafter.config, name, value)
@@ -49,13 +50,20 @@ def export_zlab(source: str, destination: str, force: bool = False) -> DFlashCon
         FileExistsError: see `new_folder`.
     """
     with new_folder(destination, force) as folder:
-        drafter = DFlashDraftModel.from_pretrained(source, use_safetensors=True, dtype="auto")
+        drafter = _load(source)
         config = zlab_config_dict(drafter.config)
         read_back = DFlashConfig.from_dict(json.loads(json.dumps(config)))
         _check_equal(drafter.config, read_back)
         save_torch_state_dict({name: tensor.contiguous() for name, tensor in drafter.state_dict().items()}, folder)
         write_text(Path(folder) / "config.json", json.dumps(config, indent=2) + "\n")
     return drafter.config
+
+
+def _load(source: str) -> DFlashDraftModel:
+    try:
+        return DFlashDraftModel.from_pretrained(source, use_safetensors=True, dtype="auto")
+    except SafetensorError as error:
+        raise ValueError(f"the weights in {source!r} are unreadable, truncated perhaps: {error}") from error
 
 
 # Fields of ours that z-lab's config.json has no place for. They say how to use a drafter, not what it computes.
@@ -111,6 +119,3 @@ def _check_equal(config: DFlashConfig, read_back: DFlashConfig):
                 f"z-lab's layout does not carry `{name}`: {getattr(config, name)!r} would be read back as "
                 f"{getattr(read_back, name)!r}."
             )
-
-
-__all__ = ["export_zlab", "import_zlab", "read_config_dict", "zlab_config_dict"]

@@ -1,0 +1,148 @@
+"""Import and export of z-lab's layout: bit for bit, complete or not at all."""
+
+import json
+
+import pytest
+import torch
+from conftest import tiny_drafter
+from dflash_hub import DFlashConfig, DFlashDraftModel
+from dflash_hub.convert.folders import new_folder
+from dflash_hub.convert.zlab import NOT_IN_ZLAB, export_zlab, import_zlab, zlab_config_dict
+from safetensors.torch import load_file, save_file
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}
+KINDS = {
+    "plain": {},
+    "bias, yarn": {"attention_bias": True, "rope_parameters": YARN},
+    "mixed": {"layer_types": [SLIDING, FULL], "sliding_window": 8},
+    "sliding, bidirectional": {"layer_types": [SLIDING] * 2, "sliding_window": 8, "block_causal": [False] * 2},
+    "full, causal": {"block_causal": [True, True]},
+    "scaled": {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 30.0},
+}
+
+
+@pytest.fixture(params=KINDS)
+def ours(request, tmp_path):
+    folder = tmp_path / "ours"
+    tiny_drafter(**KINDS[request.param]).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def test_there_and_back_is_the_same_bit_for_bit(ours, tmp_path):
+    export_zlab(str(ours), tmp_path / "zlab")
+    import_zlab(str(tmp_path / "zlab"), tmp_path / "back", target="org/target", chat=True, thinking=False)
+    for folder in ("zlab", "back"):
+        assert (tmp_path / folder / "model.safetensors").read_bytes() == (ours / "model.safetensors").read_bytes()
+    before, after = DFlashConfig.from_pretrained(ours), DFlashConfig.from_pretrained(tmp_path / "back")
+    for name in DFlashConfig.__annotations__:
+        if name not in NOT_IN_ZLAB:
+            assert getattr(after, name) == getattr(before, name), name
+    assert (after.target_name_or_path, after.target_chat, after.target_thinking) == ("org/target", True, False)
+    drafter = DFlashDraftModel.from_pretrained(tmp_path / "back")
+    assert drafter.dtype is torch.bfloat16
+
+
+def test_the_exported_folder_says_what_engines_look_for(tmp_path):
+    tiny_drafter(layer_types=[SLIDING, FULL], sliding_window=8, rope_parameters=YARN).save_pretrained(tmp_path / "ours")
+    export_zlab(str(tmp_path / "ours"), tmp_path / "zlab")
+    assert {path.name for path in (tmp_path / "zlab").iterdir()} == {"config.json", "model.safetensors"}
+    config = json.loads((tmp_path / "zlab" / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("qwen3", ["DFlashDraftModel"])
+    assert "auto_map" not in config  # without the flag a qwen3-typed folder with code would load as plain Qwen3
+    assert config["block_size"] == config["dflash_config"]["block_size"] == 5
+    assert config["dflash_config"]["mask_token_id"] == 96 and config["dflash_config"]["target_layer_ids"] == [0, 1, 2]
+    assert (config["use_sliding_window"], config["max_window_layers"], config["num_target_layers"]) == (True, 0, 4)
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 1e6
+    assert config["rope_scaling"]["rope_type"] == config["rope_parameters"]["rope_type"] == "yarn"
+    assert "is_causal" not in config and "causal" not in config["dflash_config"]  # a mixed layout is not one flag
+
+
+def test_all_layer_causality_is_written_in_both_places():
+    config = zlab_config_dict(tiny_drafter().config)
+    assert config["is_causal"] is False and config["dflash_config"]["causal"] is False
+
+
+def test_what_the_layout_cannot_say_stops_the_export(tmp_path):
+    tiny_drafter(layer_types=[SLIDING, FULL], sliding_window=8, block_causal=[False, True]).save_pretrained(tmp_path / "o")
+    with pytest.raises(ValueError, match=r"cannot express `block_causal` \[False, True\]"):
+        export_zlab(str(tmp_path / "o"), tmp_path / "zlab")
+    assert not (tmp_path / "zlab").exists() and not list(tmp_path.glob(".zlab*"))
+
+
+def test_nothing_is_overwritten_or_left_half_written(ours, tmp_path):
+    destination = tmp_path / "there"
+    destination.mkdir()
+    (destination / "config.json").write_text("{}")
+    with pytest.raises(FileExistsError, match="pass --force"):
+        export_zlab(str(ours), destination)
+    assert (destination / "config.json").read_text() == "{}"
+    export_zlab(str(ours), destination, force=True)
+    assert json.loads((destination / "config.json").read_text())["model_type"] == "qwen3"
+
+    with pytest.raises(RuntimeError, match="breaks"), new_folder(destination, force=True) as folder:
+        (folder / "config.json").write_text("half")
+        raise RuntimeError("breaks")
+    assert json.loads((destination / "config.json").read_text())["model_type"] == "qwen3"
+
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("x")
+    with pytest.raises(FileExistsError, match="is no model folder"):
+        export_zlab(str(ours), precious, force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "precious", "there"]
+
+
+@pytest.mark.parametrize(
+    ("break_it", "sentence"),
+    (
+        (lambda f: (f / "config.json").unlink(), "config.json"),
+        (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), "not the configuration of a DFlash drafter"),
+        (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
+        (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:500]), "unreadable"),
+        (lambda f: drop(f, "fc.weight"), "missing: fc.weight"),
+    ),
+)
+def test_bad_sources_stop_with_a_sentence(break_it, sentence, tmp_path):
+    tiny_drafter().save_pretrained(tmp_path / "ours")
+    export_zlab(str(tmp_path / "ours"), tmp_path / "zlab")
+    break_it(tmp_path / "zlab")
+    with pytest.raises((ValueError, OSError), match=sentence):
+        import_zlab(str(tmp_path / "zlab"), tmp_path / "back")
+    assert not (tmp_path / "back").exists() and not list(tmp_path.glob(".back*"))
+
+
+def drop(folder, name):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_the_root_checkpoint_is_the_imported_fixture(fixture_folder):
+    from conftest import ROOT
+
+    ours, theirs = load_file(ROOT / "model.safetensors"), load_file(fixture_folder / "model.safetensors")
+    assert set(ours) == set(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_push_to_hub_uploads_a_complete_folder(monkeypatch, tmp_path):
+    import huggingface_hub
+    import transformers.utils.hub as hub
+
+    uploaded = {}
+
+    def create_commit(self=None, repo_id=None, operations=(), **kwargs):
+        uploaded[repo_id] = sorted(operation.path_in_repo for operation in operations)
+
+    class Created:
+        repo_id = "org/drafter"
+
+    for owner in (huggingface_hub.HfApi, hub):
+        for name, value in (("create_commit", create_commit), ("create_repo", lambda *a, **k: Created())):
+            if hasattr(owner, name):
+                monkeypatch.setattr(owner, name, value)
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_branch", lambda *a, **k: None)
+    tiny_drafter().push_to_hub("org/drafter", private=True)
+    code = [f"{name}_dflash.py" for name in ("choice", "configuration", "generation", "hub", "modeling")]
+    expected = [*code, "README.md", "config.json", "custom_generate/generate.py", "model.safetensors"]
+    assert uploaded == {"org/drafter": sorted(expected)}
