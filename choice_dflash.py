@@ -86,9 +86,10 @@ class TargetChoice:
         self.stateless = all(type(processor) in SCORES_ONLY | PREFIX for processor in processors)
 
     def scores(self, text: torch.Tensor, start: int, logits: torch.Tensor) -> torch.Tensor:
-        """Processed scores (n, V) of positions start.. given logits (n, V); each sees its own prefix of `text` (1, >= start + n - 1).
+        """Processed scores (n, V) of the positions from `start` on, given their logits (n, V).
 
-        For stateless processors; harmless at positions that will be rejected.
+        Each position sees its own prefix of `text` (1, at least start + n - 1), drafts included. For stateless
+        processors, which are harmless at positions that will be rejected.
         """
         scores = logits
         for processor in self.processors:

@@ -20,7 +20,7 @@ app = typer.Typer(
 Force = Annotated[bool, typer.Option("--force", help="Replace the destination if it exists.")]
 
 
-@app.command(epilog="dflash-hub demo --prompt 'What is 15 + 27?' --max-new-tokens 64")
+@app.command(epilog="\b\ndflash-hub demo --prompt 'What is 15 + 27?' --max-new-tokens 64")
 def demo(
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; repeatable. Default: a few of ours.")] = None,
     target: Annotated[
@@ -38,7 +38,7 @@ def demo(
     run(prompt, target, drafter, max_new_tokens, temperature, seed, dtype)
 
 
-@app.command("import", epilog="dflash-hub import z-lab/Qwen3-8B-DFlash-b16 qwen3-8b-dflash --target Qwen/Qwen3-8B")
+@app.command("import", epilog="\b\ndflash-hub import z-lab/Qwen3-8B-DFlash-b16 qwen3-8b-dflash --target Qwen/Qwen3-8B")
 def import_(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint in z-lab's layout: repository or folder.")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="Folder to write.")],
@@ -58,7 +58,7 @@ def import_(
     )
 
 
-@app.command(epilog="dflash-hub export . zlab-folder --to zlab")
+@app.command(epilog="\b\ndflash-hub export . zlab-folder --to zlab")
 def export(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A drafter of ours: repository or folder.")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="Folder to write.")],

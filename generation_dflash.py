@@ -9,6 +9,7 @@ Legend of shapes: n drafted tokens of a round, V vocabulary, H hidden, T tapped 
 
 import functools
 import inspect
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -527,7 +528,7 @@ class Speculation:
     @property
     def tau(self) -> float:
         """Mean acceptance length of the rounds; nan if there was none."""
-        lengths = sum(self.acceptance_lengths, [])
+        lengths = [*itertools.chain(*self.acceptance_lengths)]
         return sum(lengths) / len(lengths) if lengths else float("nan")
 
     @property
@@ -541,7 +542,7 @@ class Speculation:
     @property
     def slot_acceptance(self) -> list[float]:
         """For slot k = 1, 2, ...: of the rounds that drafted slot k, the share whose slots 1 to k were all accepted."""
-        rounds = list(zip(sum(self.drafted, []), sum(self.accepted, [])))
+        rounds = [*zip(itertools.chain(*self.drafted), itertools.chain(*self.accepted))]
         shares = []
         for slot in range(1, max((drafted for drafted, _ in rounds), default=0) + 1):
             reached = [accepted >= slot for drafted, accepted in rounds if drafted >= slot]

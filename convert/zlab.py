@@ -62,6 +62,8 @@ def export_zlab(source: str, destination: str, force: bool = False) -> DFlashCon
 def _load(source: str) -> DFlashDraftModel:
     try:
         return DFlashDraftModel.from_pretrained(source, use_safetensors=True, dtype="auto")
+    except OSError as error:
+        raise OSError(f"cannot read {source!r}: {error}") from error
     except SafetensorError as error:
         raise ValueError(f"the weights in {source!r} are unreadable, truncated perhaps: {error}") from error
 

@@ -123,7 +123,9 @@ def drafts_of(monkeypatch):
     return replace
 
 
-def expected_cut(plain: torch.Tensor, prompt_length: int, max_new_tokens: int, eos: set[int] = frozenset()) -> list[int]:
+def expected_cut(
+    plain: torch.Tensor, prompt_length: int, max_new_tokens: int, eos: set[int] = frozenset()
+) -> list[int]:
     """What plain greedy decoding gives with a smaller limit or with end tokens, from its longest text without any."""
     text = plain[0, : prompt_length + max_new_tokens].tolist()
     for index in range(prompt_length, len(text)):

@@ -98,7 +98,9 @@ def test_a_seeds_text_does_not_depend_on_the_drafter(name, drafts_of, monkeypatc
         for kind in DRAFTERS:
             drafts_of(kind, alone)
             for drafted in (1, 2, 4):
-                text = sample(target, ids, seed, assistant_model=drafter, num_assistant_tokens=drafted, **SAMPLING[name])
+                text = sample(
+                    target, ids, seed, assistant_model=drafter, num_assistant_tokens=drafted, **SAMPLING[name]
+                )
                 assert torch.equal(text, alone), (seed, kind, drafted)
                 speculation = drafter.last_speculation
                 if kind == "oracle":
@@ -148,7 +150,8 @@ def test_two_tokens_have_the_exact_law_through_the_whole_loop(drafts_of):
     generator = torch.Generator().manual_seed(1)
     flat = exact.flatten()
     chance = [
-        0.5 * (torch.bincount(torch.multinomial(flat, draws, True, generator=generator), minlength=49) / draws - flat)
+        0.5
+        * (torch.bincount(torch.multinomial(flat, draws, True, generator=generator), minlength=49) / draws - flat)
         .abs()
         .sum()
         for _ in range(200)

@@ -64,7 +64,9 @@ def test_all_layer_causality_is_written_in_both_places():
 
 
 def test_what_the_layout_cannot_say_stops_the_export(tmp_path):
-    tiny_drafter(layer_types=[SLIDING, FULL], sliding_window=8, block_causal=[False, True]).save_pretrained(tmp_path / "o")
+    tiny_drafter(layer_types=[SLIDING, FULL], sliding_window=8, block_causal=[False, True]).save_pretrained(
+        tmp_path / "o"
+    )
     with pytest.raises(ValueError, match=r"cannot express `block_causal` \[False, True\]"):
         export_zlab(str(tmp_path / "o"), tmp_path / "zlab")
     assert not (tmp_path / "zlab").exists() and not list(tmp_path.glob(".zlab*"))
@@ -97,7 +99,10 @@ def test_nothing_is_overwritten_or_left_half_written(ours, tmp_path):
     ("break_it", "sentence"),
     (
         (lambda f: (f / "config.json").unlink(), "config.json"),
-        (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), "not the configuration of a DFlash drafter"),
+        (
+            lambda f: (f / "config.json").write_text('{"model_type": "llama"}'),
+            "not the configuration of a DFlash drafter",
+        ),
         (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
         (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:500]), "unreadable"),
         (lambda f: drop(f, "fc.weight"), "missing: fc.weight"),

@@ -85,7 +85,10 @@ def test_drafter_and_target_may_differ_in_dtype(target_dtype, drafter_dtype):
 
 def test_left_padding_changes_neither_text_nor_acceptance(drafts_of):
     """Pitfall 30: also what the drafter proposes is the same."""
-    target, drafter = tiny_target("llama"), tiny_drafter(layer_types=["full_attention", "sliding_attention"], sliding_window=6)
+    target, drafter = (
+        tiny_target("llama"),
+        tiny_drafter(layer_types=["full_attention", "sliding_attention"], sliding_window=6),
+    )
     ids = prompt_of(12)
     padded = torch.cat([torch.zeros(1, 7, dtype=torch.long), ids], dim=1)
     mask = torch.cat([torch.zeros(1, 7, dtype=torch.long), torch.ones_like(ids)], dim=1)
@@ -163,7 +166,9 @@ def test_end_tokens_in_every_form(form, drafts_of):
     elif form == "target's config":
         target.generation_config.eos_token_id = [first, second]
     else:
-        kwargs = {"generation_config": GenerationConfig(max_new_tokens=20, eos_token_id=[first, second], do_sample=False)}
+        kwargs = {
+            "generation_config": GenerationConfig(max_new_tokens=20, eos_token_id=[first, second], do_sample=False)
+        }
     text = target.generate(ids, assistant_model=drafter, **kwargs)
     assert text[0].tolist() == expected_cut(plain, 10, 20, ends)
     assert torch.equal(text, target.generate(ids, **kwargs))
@@ -309,7 +314,7 @@ def test_streamer(kind, drafts_of):
     streamer, eos = Collects(), int(plain[0, 23])
     text = greedy(target, ids, assistant_model=drafter, max_new_tokens=20, streamer=streamer, eos_token_id=eos)
     assert streamer.pieces[0] == ids[0].tolist() and streamer.ended
-    assert sum(streamer.pieces, []) == text[0].tolist()
+    assert [token for piece in streamer.pieces for token in piece] == text[0].tolist()
     assert all(1 <= len(piece) <= 5 for piece in streamer.pieces[1:])
     assert text[0].tolist() == expected_cut(plain, 10, 20, {eos})
 
@@ -352,12 +357,18 @@ def test_taps_are_what_forward_hooks_see():
     """Pitfall 50: target_layer_ids are outputs of 0-based decoder layers."""
     from dflash_hub.generation_dflash import tap_request, tapped
 
+    seen = {}
+
+    def see(index):
+        def hook(module, args, output):
+            seen[index] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
     for family in FAMILIES:
-        target, seen = tiny_target(family), {}
+        target = tiny_target(family)
         for index, layer in enumerate(target.model.layers):
-            layer.register_forward_hook(
-                lambda module, args, output, i=index: seen.update({i: output[0] if isinstance(output, tuple) else output})
-            )
+            layer.register_forward_hook(see(index))
         outputs = target(prompt_of(6), output_hidden_states=tap_request([0, 2]))
         for mine, index in zip(tapped(outputs.hidden_states, target, [0, 2]), (0, 2)):
             assert torch.equal(mine, seen[index])

@@ -20,7 +20,11 @@ KINDS = {
     "attention bias": {"attention_bias": True},
     "full causal": {"block_causal": [True, True]},
     "sliding": {"layer_types": [SLIDING, SLIDING], "sliding_window": 8, "block_causal": [False, False]},
-    "sliding, narrower than the block": {"layer_types": [SLIDING] * 2, "sliding_window": 3, "block_causal": [False] * 2},
+    "sliding, narrower than the block": {
+        "layer_types": [SLIDING] * 2,
+        "sliding_window": 3,
+        "block_causal": [False] * 2,
+    },
     "sliding causal": {"layer_types": [SLIDING, SLIDING], "sliding_window": 8},
     "mixed": {"layer_types": [SLIDING, FULL], "sliding_window": 8},
     "yarn": {"rope_parameters": YARN},
@@ -29,7 +33,9 @@ KINDS = {
 BACKENDS = ("eager", "sdpa", "flex_attention", "flash")
 
 
-def flash_stand_in(module, query, key, value, attention_mask, scaling, is_causal, sliding_window, dropout=0.0, **kwargs):
+def flash_stand_in(
+    module, query, key, value, attention_mask, scaling, is_causal, sliding_window, dropout=0.0, **kwargs
+):
     """What flash attention does with its arguments: a causal mask and a window on both sides, aligned at the end."""
     length, keys = query.shape[2], key.shape[2]
     at = torch.arange(keys - length, keys)[:, None] - torch.arange(keys)[None]
@@ -281,7 +287,10 @@ def test_saves_its_own_tensors_only_also_after_drafting(tmp_path):
     ("change", "sentence"),
     (
         (lambda t: t.pop("layers.1.self_attn.k_norm.weight"), r"missing: layers\.1\.self_attn\.k_norm\.weight"),
-        (lambda t: t.update({"layers.0.attention_conv.base_kernel": torch.ones(2)}), "unexpected: layers.0.attention_conv"),
+        (
+            lambda t: t.update({"layers.0.attention_conv.base_kernel": torch.ones(2)}),
+            "unexpected: layers.0.attention_conv",
+        ),
         (lambda t: t.update({"lm_head.weight": torch.ones(97, 32)}), "unexpected: lm_head.weight"),
         (lambda t: t.update({"fc.weight": torch.ones(32, 64)}), "fc.weight|size mismatch|mismatched"),
     ),

@@ -22,9 +22,7 @@ def test_transformers_route_runs_our_model(family, overrides):
     target, drafter, ids = tiny_target(family), tiny_drafter(**overrides), prompt_of(10)
     plain = target.generate(ids, do_sample=False, max_new_tokens=20)
     drafter.last_speculation = "untouched"
-    text = target.generate(
-        ids, do_sample=False, max_new_tokens=20, assistant_model=drafter, speculation_type="dflash"
-    )
+    text = target.generate(ids, do_sample=False, max_new_tokens=20, assistant_model=drafter, speculation_type="dflash")
     assert torch.equal(text, plain)
     assert drafter.last_speculation == "untouched"  # their loop, not ours
 
@@ -73,7 +71,9 @@ def test_our_generator_inside_transformers_assisted_decoding(family, kind, do_sa
     monkeypatch.setattr(
         type(target),
         "_get_candidate_generator",
-        lambda self, generation_config, **kwargs: DFlashCandidateGenerator(drafter, self, 4, generation_config.max_length),
+        lambda self, generation_config, **kwargs: DFlashCandidateGenerator(
+            drafter, self, 4, generation_config.max_length
+        ),
     )
     passes = count_passes(target, monkeypatch)
     torch.manual_seed(0)

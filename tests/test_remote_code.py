@@ -49,7 +49,12 @@ def run(script: str, tmp_path: Path, cwd: Path | None = None, **environment) -> 
     env |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"} | environment
     env.pop("PYTHONPATH", None)
     done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + script], capture_output=True, text=True, env=env, cwd=cwd or tmp_path, timeout=300
+        [sys.executable, "-c", PRELUDE + script],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=cwd or tmp_path,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -74,7 +79,9 @@ def test_from_a_folder(name, drafter_folder, tmp_path):
 
 
 def test_from_the_current_folder(drafter_folder, tmp_path):
-    assert "same text" in run('check(AutoModel.from_pretrained(".", trust_remote_code=True))', tmp_path, cwd=drafter_folder)
+    assert "same text" in run(
+        'check(AutoModel.from_pretrained(".", trust_remote_code=True))', tmp_path, cwd=drafter_folder
+    )
 
 
 def test_from_the_hubs_cache_offline(drafter_folder, tmp_path):

@@ -1,6 +1,6 @@
 """Run z-lab's own package on prompts, in its own environment; prints output ids and rounds as JSON.
 
-    .venv-peers/bin/python tests/zlab_rounds.py DRAFTER_FOLDER TARGET_FOLDER PROMPTS.json MAX_NEW_TOKENS
+.venv-peers/bin/python tests/zlab_rounds.py DRAFTER_FOLDER TARGET_FOLDER PROMPTS.json MAX_NEW_TOKENS
 """
 
 import json

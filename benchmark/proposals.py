@@ -1,0 +1,106 @@
+"""How a drafter should propose when the target samples: acceptance of four ways, side by side.
+
+    python -m dflash_hub.benchmark.proposals --max-new-tokens 128 --seeds 2
+
+The text's distribution is the target's in all of them, so only the rounds count:
+- shared noise: ours; drafter and target draw with the same Gumbel noise
+- argmax: the drafter's most likely token
+- independent: the drafter draws with noise of its own
+- rejection: independent draws, accepted with probability min(1, p / q) (transformers' own DFlash route)
+"""
+
+import json
+import statistics
+from typing import Annotated
+
+import torch
+import transformers
+import typer
+
+from ..choice_dflash import GumbelNoise, TargetChoice
+from ..demo.smollm2 import smollm2
+from ..modeling_dflash import DFlashDraftModel
+
+QUESTIONS = [
+    "A farmer has 18 hens. Each hen lays 5 eggs a week. He sells 60 eggs and eats 6. How many eggs are left?",
+    "Lena reads 14 pages a day. Her book has 196 pages. How many days does she need?",
+    "A bus has 48 seats. A third of them are taken. How many seats are free?",
+    "Ben buys 3 shirts for $12 each and a belt for $9. He pays with a $50 note. How much change does he get?",
+    "A tank holds 240 litres. A pump fills 16 litres a minute. After how many minutes is it half full?",
+    "Mia has twice as many stickers as Tim. Together they have 54. How many has Mia?",
+    "A recipe for 4 people needs 300 grams of rice. How much is needed for 10 people?",
+    "A cinema ticket costs $9, a child's ticket $5. What do 2 adults and 3 children pay?",
+    "A runner covers 5 km in 30 minutes. How far does she run in 2 hours at that speed?",
+    "There are 120 apples in 8 crates. 3 crates are sold. How many apples remain?",
+    "Sam saves $7 a week for 12 weeks and then spends $35. How much has he left?",
+    "A wall has 15 rows of 24 bricks. 40 bricks are broken. How many are whole?",
+]
+SUFFIX = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+def propose_argmax(self, text, start, logits):
+    return _propose(self, text, start, logits, None)
+
+
+def propose_independent(self, text, start, logits):
+    if not hasattr(self, "own"):
+        self.own = GumbelNoise(self.noise.generator.initial_seed() ^ 0x5DEECE66D, start, self.noise.span, logits.device)
+    return _propose(self, text, start, logits, self.own)
+
+
+def _propose(choice, text, start, logits, noise):
+    processors, shared, choice.noise = choice.processors, choice.noise, noise
+    try:
+        return SHARED(choice, text, start, logits)
+    finally:
+        choice.processors, choice.noise = processors, shared
+
+
+SHARED = TargetChoice.propose
+WAYS = {"shared noise": SHARED, "argmax": propose_argmax, "independent": propose_independent, "rejection": None}
+
+
+def run(
+    target: Annotated[str | None, typer.Option(help="Default: SmolLM2-135M-Instruct.")] = None,
+    drafter: Annotated[str, typer.Option(help="Repository or folder.")] = ".",
+    temperature: float = 1.0,
+    max_new_tokens: int = 128,
+    seeds: int = 1,
+):
+    """Print tau of each way, with its standard error over prompts, as a Markdown table."""
+    path, source = (target, target) if target else smollm2()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    draft_model = DFlashDraftModel.from_pretrained(drafter, dtype=torch.float32)
+    passes = []
+    model.register_forward_pre_hook(lambda *args: passes.append(1))
+    taus = {way: [] for way in WAYS}
+    for question in QUESTIONS:
+        inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question + SUFFIX}],
+            add_generation_prompt=True, return_dict=True, return_tensors="pt",
+        )  # fmt: skip
+        for way, propose in WAYS.items():
+            tokens = rounds = 0
+            for seed in range(seeds):
+                torch.manual_seed(seed)
+                passes.clear()
+                TargetChoice.propose = propose or SHARED
+                output = model.generate(
+                    **inputs, assistant_model=draft_model, max_new_tokens=max_new_tokens, do_sample=True,
+                    temperature=temperature, top_k=0, speculation_type=None if propose else "dflash",
+                )  # fmt: skip
+                tokens += output.shape[1] - inputs["input_ids"].shape[1] - 1
+                rounds += len(passes) - 1
+            taus[way].append(tokens / rounds)
+    TargetChoice.propose = SHARED
+    print(f"target {source}, drafter {drafter}, temperature {temperature}, {max_new_tokens} tokens, {seeds} seed(s)")
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, float32 on cpu\n")
+    print("| proposal | tau | standard error over prompts |\n|---|---|---|")
+    for way, values in taus.items():
+        print(f"| {way} | {statistics.mean(values):.2f} | {statistics.stdev(values) / len(values) ** 0.5:.2f} |")
+    print("\n" + json.dumps(taus))
+
+
+if __name__ == "__main__":
+    typer.run(run)
