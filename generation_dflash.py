@@ -9,11 +9,8 @@ Legend of shapes: n drafted tokens of a round, V vocabulary, H hidden, T tapped 
 
 import functools
 import inspect
-import itertools
-from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
 from transformers.generation import (
     CandidateGenerator,
@@ -23,30 +20,19 @@ from transformers.generation import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.utils import output_capturing
 
 from .choice_dflash import GumbelNoise, TargetChoice
-
-# ------------------------------------------------------------------------------------------------------------------
-# Where the supported versions of transformers differ.
-
-# The cache's name in calls and outputs.
-CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"  # 5.24
-# Whether a list in `output_hidden_states` counts the embedding's output as index 0.
-COUNTS_EMBEDDING = hasattr(output_capturing, "selected_hidden_states")  # 5.23
-
-
-def tap_request(target_layer_ids: list[int]) -> list[int]:
-    """The `output_hidden_states` that makes a target keep the outputs of these layers, and of no others."""
-    return [i + COUNTS_EMBEDDING for i in target_layer_ids]
-
-
-def tapped(hidden_states: tuple, target: PreTrainedModel, target_layer_ids: list[int]) -> list[torch.Tensor]:
-    """The outputs (B, length, H) of the tapped layers, from what the target returned for `tap_request`."""
-    layers = target.config.get_text_config(decoder=True).num_hidden_layers
-    offset = len(hidden_states) - layers  # 1 where index 0 is the embedding's output; some targets ignore the list
-    return [hidden_states[i + offset] for i in target_layer_ids]
-
+from .statistics_dflash import Speculation
+from .target_dflash import (
+    CACHE,
+    RopeBoundary,
+    RoundInputs,
+    check_pair,
+    embedding_rows,
+    raw_embeddings,
+    tap_request,
+    tapped,
+)
 
 # ------------------------------------------------------------------------------------------------------------------
 # The call: from the hook to the loop.
@@ -218,39 +204,6 @@ def _resolve_num_draft_tokens(drafter, target, call: dict) -> int:
     return number
 
 
-def check_pair(drafter, target: PreTrainedModel):
-    """Refuse a drafter that was not made for this target; a wrong pair would run, and draft badly.
-
-    Raises:
-        ValueError: names both models and both numbers.
-    """
-    config = drafter.config
-    text = target.config.get_text_config(decoder=True)
-    pair = (
-        f"The drafter {config.name_or_path or type(drafter).__name__!r} does not fit the target "
-        f"{target.config.name_or_path or type(target).__name__!r}"
-    )
-    for what, wanted, found in (
-        ("hidden size", config.hidden_size, text.hidden_size),
-        ("number of layers", config.num_target_layers, text.num_hidden_layers),
-    ):
-        if wanted != found:
-            raise ValueError(f"{pair}: it was made for a {what} of {wanted}, the target's is {found}.")
-    if target.get_output_embeddings() is None:
-        raise ValueError(f"{pair}: the target has no LM head to borrow.")
-    rows = embedding_rows(target)
-    if rows < config.vocab_size:
-        raise ValueError(
-            f"{pair}: it was made for a vocabulary of {config.vocab_size}, the target embeds {rows} tokens."
-        )
-
-
-def embedding_rows(target: PreTrainedModel) -> int:
-    """How many tokens the target can embed. A resized or padded embedding has other rows than the config says."""
-    embedding = target.get_input_embeddings()
-    return getattr(embedding, "num_embeddings", target.config.get_text_config(decoder=True).vocab_size)
-
-
 # ------------------------------------------------------------------------------------------------------------------
 # The loop.
 
@@ -303,14 +256,9 @@ def decode(
     model_kwargs["output_hidden_states"] = tap_request(candidates.target_layer_ids)
     outputs = target._prefill(input_ids, generation_config, model_kwargs)
     speculation.target_passes += 1
-    cache = outputs[CACHE]
-    if not cache.is_croppable:
-        raise ValueError(
-            f"the cache of {type(target).__name__} cannot be rolled back to the accepted tokens (it has recurrent state), "
-            "so a DFlash drafter cannot be used with it yet."
-        )
-    cache.activate_past_recording()  # so that a sliding window gets back what a rejected draft pushed out
-    inputs = RoundInputs(input_ids, model_kwargs, cache)
+    cache = _recording(outputs, target)
+    inputs = RoundInputs(input_ids, model_kwargs)
+    boundary = RopeBoundary(target)
     logits = outputs.logits[:, -1].to(device=input_ids.device, dtype=torch.float32, copy=True)  # (1, V)
     context = tapped(outputs.hidden_states, target, candidates.target_layer_ids)
     del outputs  # the logits of a whole prompt can be large
@@ -321,12 +269,14 @@ def decode(
             # Draft; the target itself adds one token, so at most one less than what is left.
             length = text.length
             num_draft = min(candidates.num_draft_tokens, stop.max_length - length - 1)
+            num_draft = boundary.most_drafts(length - 1 - inputs.num_padding, num_draft)
             text.reserve(num_draft + 1)
             drafts = text.ids[0, length:length]
             if num_draft > 0:
                 draft_logits = candidates.draft_logits(
                     text.view()[:, -1:], context, num_draft, inputs.padding(length - 1)
                 )
+                context = []
                 drafts = choice.propose(text.ids, length, draft_logits.to(input_ids.device, torch.float32))
                 speculation.drafter_passes += 1
 
@@ -335,22 +285,26 @@ def decode(
                 text.ids[:, : length + num_draft],
                 next_sequence_length=num_draft + 1,
                 is_first_iteration=False,
-                **inputs.at(length - 1, num_draft + 1),
+                **inputs.upto(length + num_draft, cache),
             )
             if "logits_to_keep" in model_inputs:
                 model_inputs["logits_to_keep"] = num_draft + 1
             outputs = target(**model_inputs, return_dict=True)
             speculation.target_passes += 1
+            if outputs[CACHE] is not cache:  # Phi-3 starts a new one at the boundary of its RoPE
+                cache = _recording(outputs, target)
 
             # Accept the drafts that equal the target's choices, and its own next token, the new anchor.
             logits = outputs.logits[0, -num_draft - 1 :].to(input_ids.device, torch.float32)  # (n + 1, V)
             added, accepted, ended = accept(drafts, logits)
             speculation.add_round(num_draft, accepted, added)
 
-            # Commit: the pass put anchor and drafts into the cache; what was not accepted leaves it.
+            # Commit: the pass put anchor and drafts into the cache; what was not accepted leaves it. Features wait until
+            # the drafter runs again.
             cache.crop(added - (num_draft + 1))
             states = tapped(outputs.hidden_states, target, candidates.target_layer_ids)
-            context = [layer[:, :added] for layer in states]
+            states = [layer[:, layer.shape[1] - num_draft - 1 :][:, :added] for layer in states]
+            context = [torch.cat(pair, dim=1) for pair in zip(context, states)] if context else states
             del outputs, logits
 
     if streamer is not None:
@@ -365,6 +319,20 @@ def decode(
         )
         output.speculation = speculation
     return output, speculation
+
+
+def _recording(outputs, target: PreTrainedModel):
+    """The cache that a pass returned, set to get back what a rejected draft pushed out of a sliding window."""
+    cache = outputs.get(CACHE)
+    if cache is None or not getattr(cache, "is_croppable", False):
+        raise ValueError(
+            f"the cache of {type(target).__name__} cannot be rolled back to the accepted tokens (it has recurrent state, or "
+            "is none of transformers' caches), so a DFlash drafter cannot be used with it yet."
+        )
+    if outputs.get("hidden_states") is None:
+        raise ValueError(f"{type(target).__name__} does not return hidden states, which a DFlash drafter needs.")
+    cache.activate_past_recording()
+    return cache
 
 
 def verify(choice: TargetChoice, ids: torch.Tensor, start: int, drafts: torch.Tensor, logits: torch.Tensor):
@@ -463,91 +431,6 @@ class Record:
             self.scores += (scores.clone(),)  # a copy frees the rows of the block that were rejected
         if self.logits is not None:
             self.logits += (logits.clone(),)
-
-
-class RoundInputs:
-    """The target's inputs beside its tokens, for the few tokens of a round; the rest is in the cache."""
-
-    PER_TOKEN = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
-
-    def __init__(self, input_ids: torch.LongTensor, model_kwargs: dict, cache):
-        self.prompt_length = input_ids.shape[1]
-        self.fixed = {name: value for name, value in model_kwargs.items() if name not in self.PER_TOKEN} | {
-            CACHE: cache
-        }
-        self.prompt = {name: model_kwargs[name] for name in self.PER_TOKEN if model_kwargs.get(name) is not None}
-        self.mask = self.prompt.pop("attention_mask", None)
-        self.padded = self.mask is not None and not bool((self.mask == 1).all())
-
-    def at(self, start: int, count: int) -> dict:
-        """Keyword arguments for tokens start to start + count - 1 of the row, continuing the prompt's."""
-        inputs = dict(self.fixed)
-        if self.mask is not None:
-            if start + count > self.mask.shape[1]:
-                room = self.mask.new_ones(1, max(self.mask.shape[1], count))
-                self.mask = torch.cat([self.mask, room], dim=1)
-            inputs["attention_mask"] = self.mask[:, : start + count]
-        for name, values in self.prompt.items():
-            last = values[..., -1:]
-            if name == "position_ids":
-                steps = torch.arange(count, device=values.device) + (start + 1 - self.prompt_length)
-                inputs[name] = last + steps
-            else:  # generated tokens are of the last prompt token's type, and of the text modality
-                last = last if name == "token_type_ids" else torch.zeros_like(last)
-                inputs[name] = last.expand(*last.shape[:-1], count)
-        return inputs
-
-    def padding(self, length: int) -> torch.Tensor | None:
-        """(1, length) with 0 at padding, or None where there is none."""
-        return self.mask[:, :length] if self.padded else None
-
-
-@dataclass
-class Speculation:
-    """Statistics of one call. A round is one target pass after the prompt's, and the draft that it verified.
-
-    Args:
-        acceptance_lengths: by row, then by round: tokens that the round added, the target's own included.
-        drafted: by row, then by round: tokens that the drafter proposed.
-        accepted: by row, then by round: proposals that became text.
-        target_passes: passes of the target, the prompt's included.
-        drafter_passes: passes of the drafter.
-    """
-
-    acceptance_lengths: list[list[int]] = field(default_factory=lambda: [[]])
-    drafted: list[list[int]] = field(default_factory=lambda: [[]])
-    accepted: list[list[int]] = field(default_factory=lambda: [[]])
-    target_passes: int = 0
-    drafter_passes: int = 0
-
-    def add_round(self, drafted: int, accepted: int, added: int, row: int = 0):
-        self.drafted[row].append(drafted)
-        self.accepted[row].append(accepted)
-        self.acceptance_lengths[row].append(added)
-
-    @property
-    def tau(self) -> float:
-        """Mean acceptance length of the rounds; nan if there was none."""
-        lengths = [*itertools.chain(*self.acceptance_lengths)]
-        return sum(lengths) / len(lengths) if lengths else float("nan")
-
-    @property
-    def num_drafted(self) -> int:
-        return sum(map(sum, self.drafted))
-
-    @property
-    def num_accepted(self) -> int:
-        return sum(map(sum, self.accepted))
-
-    @property
-    def slot_acceptance(self) -> list[float]:
-        """For slot k = 1, 2, ...: of the rounds that drafted slot k, the share whose slots 1 to k were all accepted."""
-        rounds = [*zip(itertools.chain(*self.drafted), itertools.chain(*self.accepted))]
-        shares = []
-        for slot in range(1, max((drafted for drafted, _ in rounds), default=0) + 1):
-            reached = [accepted >= slot for drafted, accepted in rounds if drafted >= slot]
-            shares.append(sum(reached) / len(reached))
-        return shares
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -651,10 +534,3 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids, scores, num_matches):
         """Part of transformers' interface; the number of drafted tokens is fixed here."""
-
-
-def raw_embeddings(embedding: nn.Module, ids: torch.LongTensor) -> torch.Tensor:
-    """The target's embeddings of `ids` as stored: drafters are trained on them before the target scales or norms them."""
-    if hasattr(embedding, "embed_scale") or hasattr(embedding, "embed_norm"):
-        return nn.Embedding.forward(embedding, ids)
-    return embedding(ids)

@@ -148,6 +148,9 @@ def test_push_to_hub_uploads_a_complete_folder(monkeypatch, tmp_path):
                 monkeypatch.setattr(owner, name, value)
     monkeypatch.setattr(huggingface_hub.HfApi, "create_branch", lambda *a, **k: None)
     tiny_drafter().push_to_hub("org/drafter", private=True)
-    code = [f"{name}_dflash.py" for name in ("choice", "configuration", "generation", "hub", "modeling")]
+    code = [
+        f"{name}_dflash.py"
+        for name in ("choice", "configuration", "generation", "hub", "modeling", "statistics", "target")
+    ]
     expected = [*code, "README.md", "config.json", "custom_generate/generate.py", "model.safetensors"]
     assert uploaded == {"org/drafter": sorted(expected)}

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from conftest import DRAFTERS, FAMILIES, VOCAB, expected_cut, prompt_of, tiny_drafter, tiny_target
-from dflash_hub.generation_dflash import CACHE
+from dflash_hub.target_dflash import CACHE
 from transformers import (
     GenerationConfig,
     GenerationMixin,
@@ -355,7 +355,7 @@ def test_only_tapped_states_are_kept(monkeypatch):
 
 def test_taps_are_what_forward_hooks_see():
     """Pitfall 50: target_layer_ids are outputs of 0-based decoder layers."""
-    from dflash_hub.generation_dflash import tap_request, tapped
+    from dflash_hub.target_dflash import tap_request, tapped
 
     seen = {}
 

@@ -279,7 +279,10 @@ def test_saves_its_own_tensors_only_also_after_drafting(tmp_path):
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor, drafter.state_dict()[name])
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    code = {f"{name}_dflash.py" for name in ("configuration", "modeling", "generation", "choice", "hub")}
+    code = {
+        f"{name}_dflash.py"
+        for name in ("configuration", "modeling", "generation", "target", "choice", "statistics", "hub")
+    }
     assert files == code | {"config.json", "model.safetensors", "README.md", "custom_generate/generate.py"}
 
 

@@ -1,0 +1,126 @@
+"""What is taken from a target, and what its passes need, whatever its family and the version of transformers."""
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.utils import output_capturing
+
+# Where the supported versions of transformers differ:
+# the cache's name in calls and outputs.
+CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"  # 5.24
+# Whether a list in `output_hidden_states` counts the embedding's output as index 0.
+COUNTS_EMBEDDING = hasattr(output_capturing, "selected_hidden_states")  # 5.23
+
+
+def tap_request(target_layer_ids: list[int]) -> list[int]:
+    """The `output_hidden_states` that makes a target keep the outputs of these layers, and of no others."""
+    return [i + COUNTS_EMBEDDING for i in target_layer_ids]
+
+
+def tapped(hidden_states: tuple, target: PreTrainedModel, target_layer_ids: list[int]) -> list[torch.Tensor]:
+    """The outputs (B, length, H) of the tapped layers, from what the target returned for `tap_request`."""
+    layers = target.config.get_text_config(decoder=True).num_hidden_layers
+    offset = len(hidden_states) - layers  # 1 where index 0 is the embedding's output; some targets ignore the list
+    return [hidden_states[i + offset] for i in target_layer_ids]
+
+
+def embedding_rows(target: PreTrainedModel) -> int:
+    """How many tokens the target can embed. A resized or padded embedding has other rows than the config says."""
+    embedding = target.get_input_embeddings()
+    return getattr(embedding, "num_embeddings", target.config.get_text_config(decoder=True).vocab_size)
+
+
+def raw_embeddings(embedding: nn.Module, ids: torch.LongTensor) -> torch.Tensor:
+    """The target's embeddings of `ids` as stored: drafters are trained on them before the target scales or norms them."""
+    if hasattr(embedding, "embed_scale") or hasattr(embedding, "embed_norm"):
+        return nn.Embedding.forward(embedding, ids)
+    return embedding(ids)
+
+
+def check_pair(drafter, target: PreTrainedModel):
+    """Refuse a drafter that was not made for this target; a wrong pair would run, and draft badly.
+
+    Raises:
+        ValueError: names both models and both numbers.
+    """
+    config = drafter.config
+    text = target.config.get_text_config(decoder=True)
+    pair = (
+        f"The drafter {config.name_or_path or type(drafter).__name__!r} does not fit the target "
+        f"{target.config.name_or_path or type(target).__name__!r}"
+    )
+    for what, wanted, found in (
+        ("hidden size", config.hidden_size, text.hidden_size),
+        ("number of layers", config.num_target_layers, text.num_hidden_layers),
+    ):
+        if wanted != found:
+            raise ValueError(f"{pair}: it was made for a {what} of {wanted}, the target's is {found}.")
+    if target.get_output_embeddings() is None:
+        raise ValueError(f"{pair}: the target has no LM head to borrow.")
+    rows = embedding_rows(target)
+    if rows < config.vocab_size:
+        raise ValueError(
+            f"{pair}: it was made for a vocabulary of {config.vocab_size}, the target embeds {rows} tokens."
+        )
+
+
+class RoundInputs:
+    """The target's inputs beside its tokens. Those with one value a token continue the prompt's, in growing buffers."""
+
+    PER_TOKEN = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+
+    def __init__(self, input_ids: torch.LongTensor, model_kwargs: dict):
+        self.fixed = {name: value for name, value in model_kwargs.items() if name not in self.PER_TOKEN}
+        self.grown = {name: model_kwargs[name] for name in self.PER_TOKEN if model_kwargs.get(name) is not None}
+        mask = self.grown.get("attention_mask")
+        self.num_padding = 0 if mask is None else int((mask == 0).sum())
+
+    def upto(self, length: int, cache) -> dict:
+        """Keyword arguments for a row of `length` tokens, of which the target takes those that its cache lacks."""
+        inputs = self.fixed | {CACHE: cache}
+        for name, values in self.grown.items():
+            if values.shape[-1] < length:
+                values = self.grown[name] = torch.cat([values, self._continued(name, values, length)], dim=-1)
+            inputs[name] = values[..., :length]
+        return inputs
+
+    @staticmethod
+    def _continued(name: str, values: torch.Tensor, length: int) -> torch.Tensor:
+        count = max(values.shape[-1], length - values.shape[-1], 256)
+        last = values[..., -1:]
+        if name == "position_ids":
+            return last + torch.arange(1, count + 1, device=values.device)
+        if name == "mm_token_type_ids":
+            last = torch.zeros_like(last)  # what is generated is text
+        elif name == "attention_mask":
+            last = torch.ones_like(last)
+        return last.expand(*last.shape[:-1], count)
+
+    def padding(self, length: int) -> torch.Tensor | None:
+        """(1, length) with 0 at padding, or None where there is none."""
+        return self.grown["attention_mask"][:, :length] if self.num_padding else None
+
+
+class RopeBoundary:
+    """Where a target's RoPE depends on the largest position of a pass, no pass may lie on both sides of the boundary.
+
+    LongRoPE takes other factors for a whole pass that goes beyond it; dynamic NTK takes another base for every length
+    beyond it. Plain decoding crosses with a pass of one token; so do we.
+    """
+
+    def __init__(self, target: PreTrainedModel):
+        config = target.config.get_text_config(decoder=True)
+        rope = getattr(config, "rope_parameters", None) or {}
+        ropes = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+        long = [r["original_max_position_embeddings"] for r in ropes if r.get("rope_type") == "longrope"]
+        self.dynamic = [config.max_position_embeddings for r in ropes if "dynamic" in (r.get("rope_type") or "")]
+        self.positions = min([*long, *self.dynamic], default=None)
+
+    def most_drafts(self, position: int, wanted: int) -> int:
+        """How many tokens may be verified together with the anchor at `position`."""
+        if self.positions is None:
+            return wanted
+        if position < self.positions:
+            return min(wanted, self.positions - 1 - position)
+        return 0 if self.dynamic else wanted
