@@ -38,6 +38,48 @@ def demo(
     run(prompt, target, drafter, max_new_tokens, temperature, seed, dtype)
 
 
+@app.command(epilog="\b\ndflash-hub init --target Qwen/Qwen3-4B --output qwen3-4b-drafter --dry-run")
+def init(
+    target: Annotated[str, typer.Option(help="Repository or folder of the target.")],
+    output: Annotated[str | None, typer.Option(help="Folder to write.")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Depth of the drafter.")] = 5,
+    block_size: Annotated[int, typer.Option(min=2, help="Positions of a block: one anchor, the rest drafted.")] = 16,
+    taps: Annotated[
+        str | None, typer.Option(help="Tapped layers, as 1,9,17. Default: five, by the paper's rule.")
+    ] = None,
+    window: Annotated[int | None, typer.Option(min=2, help="Let all layers but the last slide.")] = None,
+    mask_token: Annotated[
+        str | None, typer.Option(help="Id or text of the mask token. Default: an unused one.")
+    ] = None,
+    from_target_layers: Annotated[bool, typer.Option(help="Start from the target's last layers.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Revision of the target.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the fresh weights.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print config and size, write nothing.")] = False,
+    force: Force = False,
+):
+    """Tie a fresh drafter to a target; it drafts badly until it is trained."""
+    from .convert.init import init_drafter
+
+    if (output is None) != dry_run:
+        raise ValueError("pass --output FOLDER, or --dry-run to write nothing.")
+    try:
+        tapped = [int(tap) for tap in taps.split(",")] if taps else None
+    except ValueError:
+        raise ValueError(f"--taps {taps!r} is no list of layers; write it as 1,9,17.") from None
+    plan = init_drafter(
+        target, output, layers, block_size, tapped, window, mask_token, from_target_layers, revision, seed, force
+    )
+    if dry_run:
+        typer.echo(plan.config.to_json_string())
+    for reason in plan.reasons:
+        typer.echo(f"- {reason}")
+    typer.echo(f"{plan.parameters / 1e6:.1f} M parameters, {plan.parameters * 2 / 1e6:.1f} MB in bfloat16")
+    if output:
+        typer.echo(
+            f'wrote {output}\nnext: AutoModel.from_pretrained("{output}", trust_remote_code=True), then train it'
+        )
+
+
 @app.command("import", epilog="\b\ndflash-hub import z-lab/Qwen3-8B-DFlash-b16 qwen3-8b-dflash --target Qwen/Qwen3-8B")
 def import_(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint in z-lab's layout: repository or folder.")],

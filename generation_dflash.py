@@ -171,6 +171,8 @@ def _refuse_unsupported(target, resolved: GenerationConfig, model_kwargs: dict, 
         raise ValueError(
             f"{type(target).__name__} is an encoder-decoder; a DFlash drafter needs a decoder-only target."
         )
+    if getattr(target.config, "is_decoder", True) is False:
+        raise ValueError(f"{type(target).__name__} is not set up as a decoder: its config says `is_decoder=False`.")
     for name in ("cache", "past_key_values"):
         if model_kwargs.get(name) is not None:
             raise ValueError(f"a cache object passed as `{name}` is not supported together with a DFlash drafter yet.")
@@ -324,10 +326,12 @@ def decode(
 def _recording(outputs, target: PreTrainedModel):
     """The cache that a pass returned, set to get back what a rejected draft pushed out of a sliding window."""
     cache = outputs.get(CACHE)
-    if cache is None or not getattr(cache, "is_croppable", False):
+    if cache is None:
+        raise ValueError(f"{type(target).__name__} returns no cache, without which a DFlash drafter cannot be used.")
+    if not getattr(cache, "is_croppable", False):
         raise ValueError(
-            f"the cache of {type(target).__name__} cannot be rolled back to the accepted tokens (it has recurrent state, or "
-            "is none of transformers' caches), so a DFlash drafter cannot be used with it yet."
+            f"the cache of {type(target).__name__} cannot be rolled back to the accepted tokens (it has recurrent state), so a "
+            "DFlash drafter cannot be used with it yet."
         )
     if outputs.get("hidden_states") is None:
         raise ValueError(f"{type(target).__name__} does not return hidden states, which a DFlash drafter needs.")
@@ -505,13 +509,14 @@ class DFlashCandidateGenerator(CandidateGenerator):
         # Context keys and values stay for good; the block's own were a guess.
         self.cache.crop(-self.block_size)
 
-        hidden = hidden[:, 1 : num_draft + 1].to(self._head_device(), context[-1].dtype)  # slot 0 is the anchor's own
+        hidden = hidden[:, 1 : num_draft + 1]  # slot 0 is the anchor's own
+        hidden = hidden.to(self._head_device(context[-1].device), context[-1].dtype)
         # A head can be padded beyond the tokens that the target can embed.
         return self.drafter.draft_logits(hidden, self.head)[0, :, : self.vocab_rows]
 
-    def _head_device(self) -> torch.device:
+    def _head_device(self, otherwise: torch.device) -> torch.device:
         tensors = [*self.head.parameters(), *self.head.buffers()]
-        return tensors[0].device if tensors and not tensors[0].is_meta else self.target.device
+        return tensors[0].device if tensors and not tensors[0].is_meta else otherwise  # meta: brought in by a hook
 
     def get_candidates(self, input_ids, model_kwargs=None, model_outputs=None, is_first_iteration=False, **kwargs):
         """Candidates for transformers' loop: (1, length + n) ids, and None for the logits, so that the target chooses."""

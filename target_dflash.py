@@ -19,16 +19,36 @@ def tap_request(target_layer_ids: list[int]) -> list[int]:
 
 
 def tapped(hidden_states: tuple, target: PreTrainedModel, target_layer_ids: list[int]) -> list[torch.Tensor]:
-    """The outputs (B, length, H) of the tapped layers, from what the target returned for `tap_request`."""
+    """The outputs (B, length, H) of the tapped layers, from what the target returned for `tap_request`.
+
+    Raises:
+        ValueError: the target's layers do not have one output of the model's width each.
+    """
     layers = target.config.get_text_config(decoder=True).num_hidden_layers
     offset = len(hidden_states) - layers  # 1 where index 0 is the embedding's output; some targets ignore the list
-    return [hidden_states[i + offset] for i in target_layer_ids]
+    if offset not in (0, 1):
+        raise ValueError(
+            f"{type(target).__name__} returns {len(hidden_states)} hidden states for {layers} layers, so it is not clear which "
+            "are the tapped ones; a DFlash drafter cannot be used with it."
+        )
+    states = [hidden_states[i + offset] for i in target_layer_ids]
+    if states[0].ndim != 3:
+        raise ValueError(
+            f"{type(target).__name__} has hidden states of shape {tuple(states[0].shape)}, more than one vector a token; a "
+            "DFlash drafter cannot be used with it."
+        )
+    return states
 
 
 def embedding_rows(target: PreTrainedModel) -> int:
     """How many tokens the target can embed. A resized or padded embedding has other rows than the config says."""
     embedding = target.get_input_embeddings()
     return getattr(embedding, "num_embeddings", target.config.get_text_config(decoder=True).vocab_size)
+
+
+def embedding_width(target: PreTrainedModel) -> int:
+    embedding = target.get_input_embeddings()
+    return getattr(embedding, "embedding_dim", target.config.get_text_config(decoder=True).hidden_size)
 
 
 def raw_embeddings(embedding: nn.Module, ids: torch.LongTensor) -> torch.Tensor:
@@ -58,6 +78,9 @@ def check_pair(drafter, target: PreTrainedModel):
             raise ValueError(f"{pair}: it was made for a {what} of {wanted}, the target's is {found}.")
     if target.get_output_embeddings() is None:
         raise ValueError(f"{pair}: the target has no LM head to borrow.")
+    width = embedding_width(target)
+    if width != config.hidden_size:
+        raise ValueError(f"{pair}: it takes embeddings of width {config.hidden_size}, the target's have {width}.")
     rows = embedding_rows(target)
     if rows < config.vocab_size:
         raise ValueError(

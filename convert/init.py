@@ -1,0 +1,411 @@
+"""From a target to a fresh drafter: config and weights, derived and explained."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
+from transformers.utils import cached_file
+
+from ..configuration_dflash import FULL, SLIDING, STATIC_ROPE_TYPES, DFlashConfig, spread_target_layer_ids
+from ..modeling_dflash import DFlashDraftModel
+from ..target_dflash import embedding_rows, embedding_width
+from .folders import new_folder
+
+
+@dataclass
+class Plan:
+    """What `init` decided, and why: a sentence a decision."""
+
+    config: DFlashConfig
+    reasons: list[str]
+    parameters: int
+
+
+def init_drafter(
+    target: str,
+    output: str | None,
+    layers: int = 5,
+    block_size: int = 16,
+    taps: list[int] | None = None,
+    window: int | None = None,
+    mask_token: str | None = None,
+    from_target_layers: bool = False,
+    revision: str | None = None,
+    seed: int = 0,
+    force: bool = False,
+) -> Plan:
+    """Derive a drafter for `target` and write it to `output`, or nothing where `output` is None.
+
+    Reads the target's config, tokenizer and safetensors index; of its weights only what is checked or copied.
+
+    Args:
+        layers: depth of the drafter (paper: 5; 8 for a wide mixture of experts).
+        taps: tapped layers; by default five, spread by the paper's rule.
+        window: makes all layers but the last slide, as in z-lab's newer releases.
+        mask_token: id or text of the token that stands for one to be drafted; by default chosen, see `choose_mask_token`.
+        from_target_layers: start from the target's last layers and final norm instead of random weights.
+
+    Raises:
+        ValueError: the target cannot have such a drafter; says why and what to do.
+        FileExistsError: see `new_folder`.
+    """
+    target_config = AutoConfig.from_pretrained(target, revision=revision)
+    skeleton = target_skeleton(target_config)
+    tokenizer = AutoTokenizer.from_pretrained(target, revision=revision)
+    ends = _generation_ids(target, revision)
+    text = target_config.get_text_config(decoder=True)
+
+    reasons = []
+    mask_id, reason = choose_mask_token(
+        tokenizer, embedding_rows(skeleton), mask_token, _special_ids(target_config) | ends
+    )
+    reasons.append(reason)
+    config = derive_config(skeleton, mask_id, layers, block_size, taps, window, reasons)
+    # A folder's path means nothing elsewhere; its name may.
+    config.target_name_or_path = Path(target).resolve().name if Path(target).is_dir() else target
+    config.target_revision = revision
+    config.target_chat = tokenizer.chat_template is not None
+    reasons += check_borrowed(target, skeleton, revision)
+
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in DFlashDraftModel(config).parameters())
+    if output is not None:
+        torch.manual_seed(seed)
+        with new_folder(output, force) as folder:
+            drafter = DFlashDraftModel(config)
+            if from_target_layers:
+                reasons.append(copy_target_layers(drafter, target, skeleton, text.num_hidden_layers, revision))
+            drafter.save_pretrained(folder)
+    return Plan(config, reasons, parameters)
+
+
+def target_skeleton(config):
+    """The target without weights: which modules it has, and their shapes.
+
+    Raises:
+        ValueError: there is nothing that a drafter could be tied to.
+    """
+    if config.model_type == "dflash":
+        raise ValueError("the target is a DFlash drafter itself; pass the model that writes the text.")
+    if config.is_encoder_decoder:
+        raise ValueError(f"{config.model_type} is an encoder-decoder; a DFlash drafter needs a decoder-only target.")
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping:
+            with torch.device("meta"):
+                model = auto.from_config(config)
+            if model.get_output_embeddings() is None or model.get_input_embeddings() is None:
+                raise ValueError(f"{type(model).__name__} has no embedding or LM head that a drafter could borrow.")
+            if embedding_width(model) != config.get_text_config(decoder=True).hidden_size:
+                raise ValueError(
+                    f"{type(model).__name__} embeds into width {embedding_width(model)}, not into its hidden size; a DFlash "
+                    "drafter cannot borrow such an embedding."
+                )
+            return model
+    raise ValueError(f"model type {config.model_type!r} has no causal language model in transformers to draft for.")
+
+
+def derive_config(
+    skeleton, mask_id: int, layers: int, block_size: int, taps: list[int] | None, window: int | None, reasons: list[str]
+) -> DFlashConfig:
+    """The drafter's config for a target without weights; adds a sentence a choice to `reasons`."""
+    text = skeleton.config.get_text_config(decoder=True)
+    depth, hidden = text.num_hidden_layers, text.hidden_size
+    if taps is None:
+        taps = spread_target_layer_ids(depth, 5)
+        reasons.append(
+            f"taps {taps} of {depth} layers: five, from the second to the third-last, evenly (the paper's rule)"
+        )
+    else:
+        reasons.append(f"taps {taps} of {depth} layers: as given")
+    shape = head_shape(text, reasons)
+    rope = drafter_rope(text, reasons)
+    scale, multiplier, cap = output_quirks(text)
+    if (scale, multiplier, cap) != (1.0, 1.0, None):
+        reasons.append(f"embeddings x {scale:g}, logits x {multiplier:g}, soft-cap {cap}: as the target's own")
+    if window is not None:
+        reasons.append(
+            f"all layers but the last slide with window {window}, causal in the block (z-lab's newer layout)"
+        )
+    return DFlashConfig(
+        vocab_size=embedding_rows(skeleton),
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        **shape,
+        rms_norm_eps=_first(text, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-6),
+        initializer_range=_first(text, "initializer_range", default=0.02),
+        max_position_embeddings=_first(text, "max_position_embeddings", "n_positions", default=4096),
+        rope_parameters=rope,
+        layer_types=[SLIDING] * (layers - 1) + [FULL] if window else [FULL] * layers,
+        sliding_window=window,
+        block_size=block_size,
+        mask_token_id=mask_id,
+        target_layer_ids=taps,
+        num_target_layers=depth,
+        input_embedding_scale=scale,
+        output_multiplier=multiplier,
+        final_logit_softcapping=cap,
+        **{name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    )
+
+
+def _first(config, *names: str, default):
+    """The first of the names that families give to one thing; what differs by layer counts as not stated."""
+    for name in names:
+        try:
+            value = getattr(config, name, None)
+        except RuntimeError:  # transformers raises for a value of a heterogeneous configuration
+            continue
+        if value is not None:
+            return value
+    return default
+
+
+def head_shape(text, reasons: list[str]) -> dict:
+    """Heads and MLP width: the target's where they suit a Qwen3-style layer, else a usual shape of the same width."""
+    hidden = text.hidden_size
+    heads = _first(text, "num_attention_heads", "n_head", default=None)
+    kv_heads = _first(text, "num_key_value_heads", default=heads)
+    size = _first(text, "head_dim", default=hidden // heads if heads and hidden % heads == 0 else None)
+    usual = not (
+        isinstance(heads, int) and isinstance(kv_heads, int) and isinstance(size, int)
+        and heads % kv_heads == 0 and size % 2 == 0 and size >= 8
+    )  # fmt: skip
+    if usual or hasattr(text, "kv_lora_rank"):
+        size = next(size for size in (128, 64, 32, 16, 8) if hidden >= 4 * size or size == 8)
+        heads = max(hidden // size, 1)
+        kv_heads = next(kv for kv in (8, 4, 2, 1) if heads % kv == 0)
+        reasons.append(
+            f"{heads} heads of {size}, {kv_heads} for keys: a usual shape, as the target's attention has another"
+        )
+    mlp = _first(text, "intermediate_size", "ffn_dim", "n_inner", default=0)
+    mlp = max(mlp) if isinstance(mlp, (list, tuple)) else mlp
+    experts = _first(text, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", default=0)
+    if not isinstance(mlp, int) or mlp == 0 or (experts and mlp < 2 * hidden):
+        found, mlp = mlp, -(-3 * hidden // 64) * 64
+        reasons.append(
+            f"MLP width {mlp}, three times the hidden size: the target's own ({found}) is an expert's, or none"
+        )
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": size,
+        "intermediate_size": mlp,
+    }
+
+
+def drafter_rope(text, reasons: list[str]) -> dict:
+    """The target's RoPE base, and its scaling where that is static: a drafter's keys stay in its cache for good."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    if nested:  # by layer type: full attention reaches farthest
+        rope = rope.get(FULL) or nested[0]
+    theta, rope_type = rope.get("rope_theta"), rope.get("rope_type", "default")
+    if theta is None:
+        reasons.append("RoPE base 10000: the target has no RoPE to take one from")
+        return {"rope_type": "default", "rope_theta": 10000.0}
+    if rope_type == "default" or rope_type not in STATIC_ROPE_TYPES:
+        note = (
+            ""
+            if rope_type == "default"
+            else f"; its {rope_type!r} scaling depends on the length of a pass, and is left out"
+        )
+        reasons.append(f"RoPE base {theta:g}: the target's{note}")
+        return {"rope_type": "default", "rope_theta": theta}
+    reasons.append(f"RoPE base {theta:g} with {rope_type!r} scaling: the target's")
+    return {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
+
+
+def output_quirks(text) -> tuple[float, float, float | None]:
+    """(input_embedding_scale, output_multiplier, final_logit_softcapping) that make raw lookups and bare logits the target's."""
+    scale = _first(text, "embedding_multiplier", default=1.0)
+    if text.model_type.startswith(("gemma", "recurrent_gemma", "t5gemma")):
+        scale = text.hidden_size**0.5
+    multiplier = float(_first(text, "logit_scale", "lm_head_multiplier", default=1.0))
+    multiplier /= float(_first(text, "logits_scaling", default=1.0))
+    return float(scale), multiplier, _first(text, "final_logit_softcapping", default=None)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# The mask token.
+
+
+def choose_mask_token(tokenizer, rows: int, wanted: str | None, taken: set[int]) -> tuple[int, str]:
+    """(id, reason) of the token that stands for one to be drafted: a row of the embedding that no text uses.
+
+    In this order: what the caller wants; a row past the tokenizer; a reserved or unused special token; another special
+    token that neither the chat template nor the target's configuration uses.
+
+    Args:
+        rows: of the target's embedding.
+        taken: ids that mean something to the target.
+
+    Raises:
+        ValueError: the wanted token does not fit, or there is none to choose; lists candidates then.
+    """
+    known = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+    if wanted is not None:
+        mask_id = int(wanted) if wanted.isdigit() else tokenizer.get_vocab().get(wanted)
+        if mask_id is None:
+            raise ValueError(f"--mask-token {wanted!r} is no token of the target's tokenizer; pass an id or a token.")
+        if mask_id >= rows:
+            raise ValueError(f"--mask-token {wanted} is beyond the target's embedding of {rows} rows.")
+        if mask_id in taken:
+            raise ValueError(f"--mask-token {wanted} ({known.get(mask_id)!r}) already means something to the target.")
+        return mask_id, f"mask token {mask_id} ({known.get(mask_id, 'no token')}): as given"
+    first_free = max(known) + 1
+    if first_free < rows:
+        return (
+            first_free,
+            f"mask token {first_free}: the first of {rows - first_free} embedding rows past the tokenizer",
+        )
+
+    template = (
+        tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else str(tokenizer.chat_template or "")
+    )
+    taken = taken | {
+        token_id for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id,
+                                  tokenizer.unk_token_id) if token_id is not None
+    }  # fmt: skip
+    free = {
+        token_id: str(token.content)
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token.special and token_id not in taken and token_id < rows and token.content not in template
+    }
+    reserved = sorted(i for i, token in free.items() if "reserved" in token.lower() or "unused" in token.lower())
+    if reserved:
+        return reserved[0], f"mask token {reserved[0]} ({free[reserved[0]]}): reserved, and used by nothing"
+    if free:
+        last = max(free)
+        return last, f"mask token {last} ({free[last]}): a special token that neither template nor configuration uses"
+    candidates = {i: known[i] for i in sorted(known)[-8:] if i not in taken and i < rows}
+    raise ValueError(
+        "no embedding row past the tokenizer, and every special token is in use, so `--mask-token` is required. The last "
+        f"tokens of the vocabulary are rare ones: {candidates}."
+    )
+
+
+def _special_ids(config) -> set[int]:
+    """Every `..._token_id` of a configuration and its parts: ends, padding, image placeholders and so on."""
+    found = set()
+    for name, value in config.to_dict().items():
+        values = value if isinstance(value, list) else [value]
+        if name.endswith(("_token_id", "_token_ids")):
+            found |= {v for v in values if isinstance(v, int)}
+        if isinstance(value, dict):
+            found |= {v for n, v in value.items() if str(n).endswith("_token_id") and isinstance(v, int)}
+    return found
+
+
+def _generation_ids(target: str, revision: str | None) -> set[int]:
+    try:
+        config = GenerationConfig.from_pretrained(target, revision=revision)
+    except OSError:
+        return set()  # a target without generation_config.json has no further ids
+    ids = [config.bos_token_id, config.eos_token_id, config.pad_token_id]
+    return {i for value in ids for i in (value if isinstance(value, list) else [value]) if i is not None}
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# The target's weights: checked, and copied where asked.
+
+
+def weight_files(target: str, revision: str | None) -> dict[str, str]:
+    """Tensor name to file, from the safetensors index or the single file's header; empty without safetensors."""
+
+    def find(name):
+        return cached_file(
+            target, name, revision=revision, _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )  # fmt: skip
+
+    if index := find("model.safetensors.index.json"):
+        return json.loads(Path(index).read_text())["weight_map"]
+    if single := find("model.safetensors"):
+        with safe_open(single, "pt") as file:
+            return {name: "model.safetensors" for name in file.keys()}
+    return {}
+
+
+def read_tensor(target: str, revision: str | None, files: dict[str, str], name: str) -> torch.Tensor:
+    with safe_open(cached_file(target, files[name], revision=revision), "pt") as file:
+        return file.get_tensor(name)
+
+
+def check_borrowed(target: str, skeleton, revision: str | None) -> list[str]:
+    """Verify in the target's files the embedding and head that the drafter will borrow; a sentence on what was found.
+
+    A tied head is the embedding: a file that holds another one would be read as such by some loaders (and was).
+    """
+    files = weight_files(target, revision)
+    if not files:
+        return ["embedding and head: not checked, the target has no safetensors files"]
+    names = {id(module): name for name, module in skeleton.named_modules()}
+    embedding = _in_files(f"{names[id(skeleton.get_input_embeddings())]}.weight", files)
+    head = _in_files(f"{names[id(skeleton.get_output_embeddings())]}.weight", files)
+    if embedding is None:
+        return ["embedding and head: not checked, the target's files name its tensors in another way"]
+    if not skeleton.config.get_text_config(decoder=True).tie_word_embeddings:
+        if head is None:
+            raise ValueError(
+                f"the config says that the head is not tied, but the target's files hold no head beside {embedding}."
+            )
+        return [f"embedding {embedding} and head {head}: in the target's files"]
+    if head is not None:
+        if not torch.equal(read_tensor(target, revision, files, head), read_tensor(target, revision, files, embedding)):
+            raise ValueError(
+                f"the config says that the head is tied, but {head} differs from {embedding} in the target's files. Which of "
+                "them is used depends on the loader; save the target again."
+            )
+        return [f"tied head {head}: equal to {embedding}"]
+    return [f"tied head: {embedding}"]
+
+
+def _in_files(name: str, files: dict[str, str]) -> str | None:
+    """The file's name of a tensor: prefixes differ between a model's modules and older checkpoints of it."""
+    tail = ".".join(name.split(".")[-2:])
+    found = [entry for entry in files if entry == name] or [entry for entry in files if entry.endswith(tail)]
+    return found[0] if found else None
+
+
+def copy_target_layers(drafter: DFlashDraftModel, target: str, skeleton, depth: int, revision: str | None) -> str:
+    """Start the drafter's layers from the target's last ones, and its final norm from the target's.
+
+    Raises:
+        ValueError: the target's layers have other shapes or names than a Qwen3-style layer.
+    """
+    files = weight_files(target, revision)
+    embedding = {id(m): n for n, m in skeleton.named_modules()}[id(skeleton.get_input_embeddings())]
+    prefix = embedding.rpartition(".")[0]  # "model" of "model.embed_tokens"
+    count = len(drafter.layers)
+    if count > depth:
+        raise ValueError(f"--from-target-layers: the target has {depth} layers, the drafter wants {count}.")
+    state = drafter.state_dict()
+    copied, kept = 0, set()
+    for name, tensor in state.items():
+        if name.startswith(("fc.", "hidden_norm.")):
+            continue
+        source = name
+        if name.startswith("layers."):
+            _, index, rest = name.split(".", 2)
+            source = f"layers.{depth - count + int(index)}.{rest}"
+        found = _in_files(f"{prefix}.{source}", {n: f for n, f in files.items() if n.endswith(source)})
+        if found is None:
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                kept.add("q_norm, k_norm")  # a target without them: ones, as in a fresh model
+                continue
+            raise ValueError(
+                f"--from-target-layers: the target's files hold no {source}, its layers are of another kind."
+            )
+        value = read_tensor(target, revision, files, found)
+        if value.shape != tensor.shape:
+            raise ValueError(
+                f"--from-target-layers: {found} is {tuple(value.shape)}, the drafter's {name} {tuple(tensor.shape)}."
+            )
+        tensor.copy_(value)
+        copied += 1
+    return f"{copied} tensors from the target's last {count} layers and final norm" + (
+        f"; fresh: {', '.join(kept)}" if kept else ""
+    )

@@ -1,0 +1,224 @@
+"""Tiny random targets of every family that transformers has a causal language model for, and a trial of each.
+
+python tests/families.py docs/families.md            # all families: writes the table
+python tests/families.py docs/families.md llama ...   # some of them, printed only
+"""
+
+import re
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import transformers
+from dflash_hub import DFlashDraftModel
+from dflash_hub.convert.init import _first, derive_config, target_skeleton
+from dflash_hub.generation_dflash import DFlashCandidateGenerator
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+VOCAB, LAYERS = 97, 6
+TAPS = [1, 2, 3]
+
+# Sizes by the names that families give to them; a family takes those that its configuration has.
+SMALL = {
+    "vocab_size": VOCAB, "hidden_size": 32, "n_embd": 32, "d_model": 32, "embed_dim": 32, "dim": 32,
+    "intermediate_size": 64, "ffn_dim": 64, "n_inner": 64, "d_ff": 64, "ffn_hidden_size": 64, "hidden_dim": 64,
+    "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24,
+    "expert_ffn_hidden_size": 24, "intermediate_size_mlp": 64, "shared_intermediate_size": 24,
+    "num_hidden_layers": LAYERS, "n_layer": LAYERS, "num_layers": LAYERS, "n_layers": LAYERS,
+    "num_attention_heads": 4, "n_head": 4, "num_heads": 4, "n_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 256, "n_positions": 256, "max_seq_len": 256, "n_ctx": 256, "sliding_window": 8,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
+    "moe_k": 2, "moe_topk": 2, "num_experts_per_token": 2, "top_k_experts": 2, "n_shared_experts": 1,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "qk_head_dim": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "word_embed_proj_dim": 32,
+    "rotary_dim": 8, "attention_hidden_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "lru_width": 32,
+    "attention_window_size": 8, "state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8,
+    "num_global_key_value_heads": 2, "global_head_dim": 8, "index_n_heads": 2, "index_head_dim": 8,
+    "initializer_range": 0.3, "init_std": 0.3, "emb_pdrop": 0.0, "embedding_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+OWN = {
+    "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"] * 3},
+    "gemma2": {"query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"] * 3},
+    "gemma3_text": {"query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"] * 3},
+    "cohere2": {"layer_types": ["sliding_attention", "full_attention"] * 3},
+    "smollm3": {"no_rope_layers": [1, 0] * 3},
+    "dory": {"n_input_layers": 4, "n_output_layers": 4, "n_recurrent_layers": 4},
+    "phi3": {"sliding_window": None, "original_max_position_embeddings": 256},
+}
+
+
+def tiny_config(model_type: str, **overrides):
+    """The family's configuration at a tiny size, whatever it calls its sizes."""
+    config_class = CONFIG_MAPPING[model_type]
+    default = config_class()
+    if default.is_encoder_decoder:
+        target_skeleton(default)  # refuses, with the package's sentence
+    sizes = small_sizes(default) | OWN.get(model_type, {}) | overrides
+    while True:
+        try:
+            return config_class(**sizes)
+        except AttributeError as error:  # a size that the family derives from others
+            derived = re.search(r"property '(\w+)' of .* has no setter", str(error))
+            if not derived or derived[1] not in sizes:
+                raise
+            del sizes[derived[1]]
+
+
+def small_sizes(default) -> dict:
+    """Keyword arguments that make a configuration like `default` tiny; its parts are made tiny the same way."""
+    sizes = {name: value for name, value in SMALL.items() if _first(default, name, default=None) is not None}
+    for name in default.sub_configs:
+        if (part := getattr(default, name, None)) is not None and name != "backbone_config":
+            more = {} if name.startswith("text") else {"depth": 2, "out_hidden_size": 32, "projection_dim": 32}
+            kept = {key: value for key, value in more.items() if getattr(part, key, None) is not None}
+            sizes[name] = small_sizes(part) | kept
+    if getattr(default, "is_decoder", None) is False:
+        sizes["is_decoder"] = True  # the BERT family can be set up as a decoder
+    if hasattr(default, "kv_lora_rank"):  # latent attention derives its head size, and every head has keys of its own
+        sizes.pop("head_dim", None)
+        sizes["num_key_value_heads"] = 4
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        sizes[name] = SMALL[name]
+    layer_types = getattr(default, "layer_types", None)
+    if layer_types and "num_hidden_layers" in sizes:
+        kinds = list(dict.fromkeys(layer_types))
+        sizes["layer_types"] = [kinds[i % len(kinds)] for i in range(LAYERS)]
+    return sizes
+
+
+def tiny_family(model_type: str, **overrides):
+    """A random target of the family in float32, and the seeded drafter that `init` would derive for it."""
+    config = tiny_config(model_type, **overrides)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if parameters > 5_000_000:
+        raise NotImplementedError(f"{parameters / 1e6:.0f} M parameters with the sizes that this file knows")
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    target.generation_config = transformers.GenerationConfig(pad_token_id=0, bos_token_id=1)
+    return target, drafter_for(target)
+
+
+def drafter_for(target, block_size: int = 5, **overrides) -> DFlashDraftModel:
+    torch.manual_seed(1)
+    config = derive_config(target, VOCAB - 1, 1, block_size, TAPS, None, [])
+    for name, value in overrides.items():
+        setattr(config, name, value)
+    return DFlashDraftModel(config).eval()
+
+
+def equal_texts(target, drafter, new_tokens=24, tokens_to_avoid=0, before=lambda: None, **inputs) -> str | None:
+    """None where random, half-right and oracle drafts all give plain greedy text with the right counts; else what is wrong."""
+    inputs = inputs or {"input_ids": torch.randint(3, VOCAB - 1, (1, 12), generator=torch.Generator().manual_seed(2))}
+    kwargs = {"do_sample": False, "max_new_tokens": new_tokens}
+    if tokens_to_avoid:  # placeholder tokens of other modalities
+        kwargs["suppress_tokens"] = list(range(VOCAB - tokens_to_avoid, VOCAB))
+    before()
+    plain = target.generate(**inputs, **kwargs)
+    run = DFlashCandidateGenerator.draft_logits
+    for kind in ("random", "half-right", "oracle"):
+
+        def draft_logits(self, anchor, context, num_draft, attention_mask=None, kind=kind):
+            logits = run(self, anchor, context, num_draft, attention_mask)
+            anchor_index = self.cache.get_seq_length()
+            for slot in range(num_draft if kind != "random" else 0):
+                index = anchor_index + 1 + slot
+                right = int(plain[0, index]) if index < plain.shape[1] else 3
+                wrong = kind == "half-right" and index % 2 == 1 and index % 5 != 0
+                logits[slot, (right + 1) % logits.shape[-1] if wrong else right] = 1e4
+            return logits
+
+        DFlashCandidateGenerator.draft_logits = draft_logits
+        try:
+            before()
+            text = target.generate(**inputs, **kwargs, assistant_model=drafter)
+        finally:
+            DFlashCandidateGenerator.draft_logits = run
+        speculation = drafter.last_speculation
+        if not torch.equal(text, plain):
+            return f"another text with a {kind} drafter"
+        if kind == "oracle" and speculation.num_accepted != speculation.num_drafted:
+            return "an oracle's drafts were rejected"
+        if kind != "random" and speculation.num_drafted > 8 and not speculation.num_accepted:
+            return f"no draft of a {kind} drafter was accepted"
+    return None
+
+
+def trial(model_type: str) -> tuple[str, str]:
+    """(verdict, note): exact; refused, with our sentence; wrong; or not tried, where no tiny target could be made."""
+    signal.alarm(120)  # a family that hangs is not tried
+    try:
+        torch.manual_seed(0)
+        target, drafter = tiny_family(model_type)
+        ids = torch.randint(3, VOCAB - 1, (1, 12), generator=torch.Generator().manual_seed(2))
+        plain = target.generate(ids, max_new_tokens=24, do_sample=False)
+    except Exception as error:  # a family whose tiny target needs care of its own; the table says so
+        return ("refused" if _ours(error) else "not tried"), _note(error)
+    try:
+        fault = equal_texts(target, drafter)
+    except Exception as error:
+        return ("refused" if _ours(error) else "wrong"), _note(error)
+    finally:
+        signal.alarm(0)
+    if fault:
+        uncached = target.generate(ids, max_new_tokens=24, do_sample=False, use_cache=False)
+        if not torch.equal(uncached, plain):
+            return "not tried", "plain generate itself writes another text without its cache, so no pass can be trusted"
+    return ("wrong", fault) if fault else ("exact", "")
+
+
+def _ours(error: Exception) -> bool:
+    """Whether the package itself refused, with a sentence of its own."""
+    frame = error.__traceback__
+    while frame.tb_next:
+        frame = frame.tb_next
+    path = Path(frame.tb_frame.f_code.co_filename)
+    return isinstance(error, ValueError) and (path.name.endswith("_dflash.py") or path.parent.name == "convert")
+
+
+def _note(error: Exception) -> str:
+    first = (str(error).splitlines() or [""])[0]
+    return first if _ours(error) else f"{type(error).__name__}: {first[:100]}"
+
+
+def _too_long(*args):
+    raise TimeoutError("took more than two minutes")
+
+
+def main():
+    signal.signal(signal.SIGALRM, _too_long)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    path, *families = sys.argv[1:]
+    rows = []
+    for model_type in families or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        verdict, note = trial(model_type)
+        rows.append((model_type, verdict, note))
+        print(f"{model_type:28} {verdict:10} {note}", flush=True)
+    if families:
+        return
+    counts = {verdict: sum(row[1] == verdict for row in rows) for verdict in ("exact", "refused", "wrong", "not tried")}
+    lines = [
+        "# Targets by family",
+        "",
+        "Every family of transformers' causal language models, as a tiny random target in float32: greedy text with a random, "
+        "a half-right and an oracle drafter against plain `generate`, and accepted counts.",
+        "",
+        f"`python tests/families.py docs/families.md`, transformers {transformers.__version__}, torch {torch.__version__}, "
+        f"CPU: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}.",
+        "",
+        "| family | verdict | why |",
+        "|---|---|---|",
+        *(f"| {name} | {verdict} | {note.replace('|', '/')} |" for name, verdict, note in rows),
+    ]
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

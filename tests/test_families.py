@@ -1,0 +1,296 @@
+"""Targets of every kind: the text is plain's, with random, half-right and oracle drafters, and accepted counts fit."""
+
+import re
+import threading
+
+import pytest
+import torch
+import transformers
+from conftest import ROOT, prompt_of, tiny_drafter, tiny_target
+from families import VOCAB, drafter_for, equal_texts, tiny_family, trial
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+LLAMA31 = {
+    "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+}  # fmt: skip
+FAMILIES = {
+    "llama": {}, "llama 3.1": LLAMA31, "qwen2": {}, "qwen2_moe": {}, "qwen3": {}, "qwen3_moe": {}, "mistral": {},
+    "mixtral": {}, "gemma2": {}, "gemma3_text": {}, "gpt_oss": {}, "phi3": {}, "olmo2": {}, "granite": {}, "smollm3": {},
+    "cohere2": {}, "glm4": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(family):
+    target, drafter = tiny_family(family.split(" ")[0], **FAMILIES[family])
+    assert equal_texts(target, drafter) is None
+
+
+@pytest.mark.parametrize("family", ("gemma2", "gpt_oss", "mistral", "smollm3"))
+def test_family_with_a_long_prompt_and_left_padding(family):
+    """Past every window, and with padding (pitfalls 19, 30)."""
+    target, drafter = tiny_family(family)
+    ids = prompt_of(45)
+    assert equal_texts(target, drafter, input_ids=ids) is None
+    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], dim=1)
+    mask = (torch.arange(50) >= 5).long()[None]
+    assert equal_texts(target, drafter, input_ids=padded, attention_mask=mask) is None
+
+
+def test_raw_embeddings_bypass_the_targets_scale():
+    """Pitfall 68: a Gemma embeds times sqrt(hidden); a drafter is trained on the stored rows."""
+    from dflash_hub.target_dflash import raw_embeddings
+
+    target, drafter = tiny_family("gemma3_text")
+    embedding, ids = target.get_input_embeddings(), torch.tensor([[5, 6]])
+    assert torch.equal(raw_embeddings(embedding, ids), embedding.weight[ids])
+    torch.testing.assert_close(embedding(ids), embedding.weight[ids] * 32**0.5)
+    assert drafter.config.input_embedding_scale == pytest.approx(32**0.5)
+
+
+# ------------------------------------------------------------------------------------------------- RoPE by length
+
+DYNAMIC = {
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    "max_position_embeddings": 40,
+}
+LONG = {
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 3.0, 5.0, 7.0], "original_max_position_embeddings": 40,
+    },
+    "original_max_position_embeddings": 40, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt_length", (12, 30, 38, 39, 40, 41, 50))
+@pytest.mark.parametrize(("family", "overrides"), (("llama", DYNAMIC), ("phi3", LONG), ("llama", LONG)))
+def test_no_pass_straddles_a_rope_boundary(family, overrides, prompt_length):
+    """On both sides, on it, and across: the crossing goes token by token, as in plain decoding."""
+    target, drafter = tiny_family(family, **overrides)
+    # Dynamic NTK keeps the base of the longest text so far until a short pass: plain's own text depends on that history.
+    inputs = {"input_ids": prompt_of(prompt_length), "before": lambda: target(torch.tensor([[5]]))}
+    assert equal_texts(target, drafter, new_tokens=20, **inputs) is None
+    drafted = drafter.last_speculation.drafted[0]
+    if prompt_length == 12:
+        assert max(drafted) == 4
+    if prompt_length == 50:
+        assert max(drafted) == (0 if overrides is DYNAMIC else 4)
+
+
+# ------------------------------------------------------------------------------------------------- multimodal
+
+
+def tiny_qwen_vl():
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={
+            "hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "intermediate_size": 64, "vocab_size": VOCAB, "initializer_range": 0.3, "max_position_embeddings": 256,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+            "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+        },
+        vision_config={
+            "depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32,
+            "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "fullatt_block_indexes": [1], "window_size": 16,
+        },
+        image_token_id=95, video_token_id=94, vision_start_token_id=93, vision_end_token_id=92,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    target = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+    target.generation_config = transformers.GenerationConfig(pad_token_id=0, bos_token_id=1)
+    return target, drafter_for(target)
+
+
+@pytest.mark.parametrize("image", (False, True))
+def test_a_vision_language_target(image):
+    """Given text, and given an image; the drafter's positions are the text token's indices."""
+    target, drafter = tiny_qwen_vl()
+    ids = prompt_of(10) % 90
+    inputs = {"input_ids": ids}
+    if image:  # 8 x 8 patches, merged two by two
+        ids = torch.cat([ids[:, :3], torch.tensor([[93] + [95] * 16 + [92]]), ids[:, 3:]], dim=1)
+        pixels = torch.randn(64, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(1))
+        inputs = {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 8, 8]])}
+        inputs["mm_token_type_ids"] = (ids == 95).long()
+    positions = []
+    drafter.rotary_emb.register_forward_pre_hook(lambda module, args: positions.append(args[1]))
+    assert equal_texts(target, drafter, tokens_to_avoid=6, **inputs) is None
+    length = ids.shape[1]
+    assert positions[0].tolist() == [list(range(length + 5))]
+    if image:  # the image is looked at: another one gives another text
+        plain = target.generate(**inputs, max_new_tokens=24, do_sample=False)
+        inputs["pixel_values"] = -inputs["pixel_values"]
+        assert not torch.equal(plain, target.generate(**inputs, max_new_tokens=24, do_sample=False))
+
+
+# ------------------------------------------------------------------------------------------------- the table
+
+
+def table() -> dict[str, tuple[str, str]]:
+    rows = re.findall(
+        r"^\| ([\w.-]+) \| (exact|refused|wrong|not tried) \| (.*) \|$", (ROOT / "docs/families.md").read_text(), re.M
+    )
+    return {name: (verdict, note) for name, verdict, note in rows}
+
+
+def test_the_table_names_every_family_and_none_is_wrong():
+    rows = table()
+    assert "wrong" not in {verdict for verdict, _ in rows.values()}
+    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    if transformers.__version__ in (ROOT / "docs/families.md").read_text():
+        assert set(rows) == known
+    for family in FAMILIES:
+        assert rows[family.split(" ")[0]][0] == "exact"
+
+
+@pytest.mark.parametrize("family", ("gpt2", "opt", "falcon", "qwen3_next", "mamba", "bert"))
+def test_the_table_holds(family):
+    """A few rows that the families above do not cover; the whole table is tried by `make test-slow`."""
+    verdict, _ = table()[family]
+    assert trial(family)[0] == verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_every_row_of_the_table(family):
+    assert trial(family)[0] == table()[family][0]
+
+
+# ------------------------------------------------------------------------------------------------- furniture
+
+
+def test_pipeline(drafts_of, smollm2_path):
+    target = tiny_target("llama", vocab_size=49152, eos_token_id=2, pad_token_id=2)
+    drafter = tiny_drafter(vocab_size=49152, bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_path)
+    prompt = "The sky is blue because"
+    plain = target.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=12, do_sample=False)
+    drafts_of("half-right", plain)
+    pipe = transformers.pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=drafter)
+    text = pipe(prompt, max_new_tokens=12, do_sample=False)[0]["generated_text"]
+    assert text == tokenizer.decode(plain[0], skip_special_tokens=True)
+    assert drafter.last_speculation.num_accepted > 0
+
+
+def test_text_iterator_streamer_in_a_thread(drafts_of, smollm2_path):
+    target, drafter = tiny_target("llama", vocab_size=49152), tiny_drafter(vocab_size=49152)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_path)
+    inputs = tokenizer("The sky", return_tensors="pt")
+    plain = target.generate(**inputs, max_new_tokens=16, do_sample=False)
+    drafts_of("half-right", plain)
+    streamer = transformers.TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    kwargs = dict(**inputs, max_new_tokens=16, do_sample=False, assistant_model=drafter, streamer=streamer)
+    thread = threading.Thread(target=target.generate, kwargs=kwargs)
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    assert text == tokenizer.decode(plain[0, inputs["input_ids"].shape[1] :])
+
+
+REAL_CONFIGS = {
+    "Qwen3": {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [45, 43], "pad_token_id": 43},
+    "Llama 3.1": {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [81, 88, 89]},
+    "Qwen2.5": {
+        "do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05,
+        "eos_token_id": [45, 43], "pad_token_id": 43,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL_CONFIGS)
+def test_generation_configs_of_real_instruct_models(name, drafts_of):
+    """Pitfalls 6, 13: sampling defaults, several ends and the penalty of the target's own file apply to both."""
+    target, drafter, ids = tiny_target("qwen3"), tiny_drafter(), prompt_of(10)
+    target.generation_config = transformers.GenerationConfig(**REAL_CONFIGS[name])
+    plain = target.generate(ids, max_new_tokens=40, do_sample=False)
+    for kind in ("random", "half-right"):
+        drafts_of(kind, plain)
+        assert torch.equal(target.generate(ids, max_new_tokens=40, do_sample=False, assistant_model=drafter), plain)
+        torch.manual_seed(0)
+        sampled = target.generate(ids, max_new_tokens=40, assistant_model=drafter)
+        torch.manual_seed(0)
+        assert torch.equal(
+            target.generate(ids, max_new_tokens=40, assistant_model=drafter, num_assistant_tokens=2), sampled
+        )
+        ends = set(REAL_CONFIGS[name]["eos_token_id"])
+        assert not ends & set(sampled[0, 10:-1].tolist())
+
+
+# ------------------------------------------------------------------------------------------------- placement
+
+
+def test_a_target_spread_over_devices_by_accelerate(drafts_of, tmp_path):
+    """What a CPU allows of a device map: layers on disk, brought in by accelerate's hooks (pitfall 37)."""
+    import accelerate
+
+    target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
+    plain = target.generate(ids, max_new_tokens=20, do_sample=False)
+    drafts_of("half-right", plain)
+    device_map = {
+        "model.embed_tokens": "disk",
+        "model.layers": "cpu",
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "lm_head": "disk",
+    }
+    target = accelerate.dispatch_model(target, device_map, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
+    assert target.lm_head.weight.is_meta
+    assert torch.equal(target.generate(ids, max_new_tokens=20, do_sample=False, assistant_model=drafter), plain)
+    assert drafter.last_speculation.num_accepted > 0
+
+
+@pytest.mark.slow
+def test_a_compiled_target(drafts_of):
+    target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
+    plain = target.generate(ids, max_new_tokens=20, do_sample=False)
+    drafts_of("half-right", plain)
+    target.forward = torch.compile(target.forward)
+    assert torch.equal(target.generate(ids, max_new_tokens=20, do_sample=False, assistant_model=drafter), plain)
+
+
+def test_lora_merged_and_switched(drafts_of):
+    """The text is that of the adapter in force; a wrapped target hands its call on."""
+    peft = pytest.importorskip("peft")
+    target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
+    base = target.generate(ids, max_new_tokens=20, do_sample=False)
+    torch.manual_seed(4)
+    wrapped = peft.get_peft_model(
+        target, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
+    wrapped.add_adapter("other", peft.LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=False))
+    texts = [base]
+
+    def check(model):
+        plain = model.generate(input_ids=ids, max_new_tokens=20, do_sample=False)
+        drafts_of("half-right", plain)
+        text = model.generate(input_ids=ids, max_new_tokens=20, do_sample=False, assistant_model=drafter)
+        assert torch.equal(text, plain) and drafter.last_speculation.num_accepted > 0
+        texts.append(text)
+
+    check(wrapped)
+    wrapped.set_adapter("other")
+    check(wrapped)
+    with wrapped.disable_adapter():
+        check(wrapped)
+    assert torch.equal(texts[3], base) and not torch.equal(texts[1], base) and not torch.equal(texts[1], texts[2])
+    wrapped.set_adapter("default")
+    check(wrapped.merge_and_unload())
+    assert torch.equal(texts[4], texts[1])
+
+
+@pytest.mark.parametrize("which", ("drafter", "target", "both"))
+def test_weight_only_quantization(which, drafts_of):
+    """Pitfalls 39, 41: torchao's int8 weights, the head's included."""
+    quantization = pytest.importorskip("torchao.quantization")
+    target, drafter, ids = tiny_target("llama", hidden_size=64, head_dim=16), None, prompt_of(10)
+    drafter = tiny_drafter(hidden_size=64)
+    for model, chosen in ((target, which != "drafter"), (drafter, which != "target")):
+        if chosen:
+            quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    plain = target.generate(ids, max_new_tokens=20, do_sample=False)
+    drafts_of("half-right", plain)
+    assert torch.equal(target.generate(ids, max_new_tokens=20, do_sample=False, assistant_model=drafter), plain)
+    assert drafter.last_speculation.num_accepted > 0
