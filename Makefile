@@ -14,7 +14,7 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test $(VENV)/.demo
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not peers"
 
-test-slow: $(VENV)/.test $(VENV)/.demo
+test-slow: $(VENV)/.test $(VENV)/.demo $(VENV)/.quant
 	$(BIN)/python -m pytest -m slow
 
 test-oldest: .venv-oldest/.test
@@ -42,6 +42,10 @@ $(VENV)/.demo: $(VENV)/.base
 
 $(VENV)/.test: $(VENV)/.base
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[test]'
+	touch $@
+
+$(VENV)/.quant: $(VENV)/.base
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[quant]'
 	touch $@
 
 # The oldest supported transformers, with the tests that touch it.

@@ -314,6 +314,12 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         if is_main_process:
             write_hub_files(save_directory, self.config)
 
+    def generate(self, *args, **kwargs):
+        raise ValueError(
+            "a DFlash drafter writes no text of its own: call `target.generate(..., assistant_model=drafter)` with the model "
+            f"that it was made for ({self.config.target_name_or_path or 'not recorded in its config'})."
+        )
+
     def assisted_generate(self, target: PreTrainedModel, generate, **kwargs):
         """Run `target.generate(**kwargs)` with this drafter; what the hook and `custom_generate` hand over to."""
         return assisted_generate(self, target, generate, kwargs)

@@ -32,6 +32,11 @@ def tapped(hidden_states: tuple, target: PreTrainedModel, target_layer_ids: list
             "are the tapped ones; a DFlash drafter cannot be used with it."
         )
     states = [hidden_states[i + offset] for i in target_layer_ids]
+    if any(state is None for state in states):
+        raise ValueError(
+            f"{type(target).__name__} did not run all of the layers {target_layer_ids} (it may skip some for this input), so a "
+            "DFlash drafter cannot be used with it."
+        )
     if states[0].ndim != 3:
         raise ValueError(
             f"{type(target).__name__} has hidden states of shape {tuple(states[0].shape)}, more than one vector a token; a "

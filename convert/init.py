@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub import get_safetensors_metadata
+from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
@@ -313,19 +315,21 @@ def _generation_ids(target: str, revision: str | None) -> set[int]:
 
 
 def weight_files(target: str, revision: str | None) -> dict[str, str]:
-    """Tensor name to file, from the safetensors index or the single file's header; empty without safetensors."""
+    """Tensor name to file, from the safetensors index or a file's header; empty where neither can be had.
 
-    def find(name):
-        return cached_file(
-            target, name, revision=revision, _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )  # fmt: skip
-
-    if index := find("model.safetensors.index.json"):
-        return json.loads(Path(index).read_text())["weight_map"]
-    if single := find("model.safetensors"):
-        with safe_open(single, "pt") as file:
-            return {name: "model.safetensors" for name in file.keys()}
+    Of a repository on the Hub only headers are read: no weights are downloaded for it.
+    """
+    folder = Path(target)
+    if not folder.is_dir():
+        try:
+            return dict(get_safetensors_metadata(target, revision=revision).weight_map)
+        except (HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled, OSError):
+            return {}
+    if (folder / "model.safetensors.index.json").is_file():
+        return json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    if (folder / "model.safetensors").is_file():
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            return dict.fromkeys(file.keys(), "model.safetensors")
     return {}
 
 

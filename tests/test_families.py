@@ -281,16 +281,46 @@ def test_lora_merged_and_switched(drafts_of):
     assert torch.equal(texts[4], texts[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ("drafter", "target", "both"))
-def test_weight_only_quantization(which, drafts_of):
-    """Pitfalls 39, 41: torchao's int8 weights, the head's included."""
-    quantization = pytest.importorskip("torchao.quantization")
-    target, drafter, ids = tiny_target("llama", hidden_size=64, head_dim=16), None, prompt_of(10)
-    drafter = tiny_drafter(hidden_size=64)
+def test_torchao_int8_weights(which, drafts_of):
+    """Pitfalls 39, 41: the head included, which then has no dense weight."""
+    quantization = pytest.importorskip(
+        "torchao.quantization", reason="torchao is not installed: `make test-slow` installs it"
+    )
+    target, drafter, ids = (
+        tiny_target("llama", hidden_size=64, head_dim=16),
+        tiny_drafter(hidden_size=64),
+        prompt_of(10),
+    )
     for model, chosen in ((target, which != "drafter"), (drafter, which != "target")):
         if chosen:
             quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     plain = target.generate(ids, max_new_tokens=20, do_sample=False)
     drafts_of("half-right", plain)
     assert torch.equal(target.generate(ids, max_new_tokens=20, do_sample=False, assistant_model=drafter), plain)
+    assert drafter.last_speculation.num_accepted > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ("drafter", "target", "both"))
+def test_bitsandbytes_4_bit_weights(which, drafts_of, tmp_path):
+    """Each token stays within the quantised target's own ties: its kernels round a block and a token differently."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: `make test-slow` installs it")
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}  # their CPU kernel wants multiples of 64
+    target, drafter, ids = tiny_target("llama", **sizes), tiny_drafter(**sizes), prompt_of(10)
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    if which != "drafter":
+        target.save_pretrained(tmp_path / "target")
+        target = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "target", quantization_config=config)
+    if which != "target":
+        drafter.save_pretrained(tmp_path / "drafter")
+        drafter = type(drafter).from_pretrained(tmp_path / "drafter", quantization_config=config)
+    plain = target.generate(ids, max_new_tokens=20, do_sample=False)
+    drafts_of("half-right", plain)
+    text = target.generate(ids, max_new_tokens=20, do_sample=False, assistant_model=drafter)
+    with torch.no_grad():
+        scores = target(text).logits[0, 9:-1].float()
+    gap = scores.max(-1).values - scores.gather(-1, text[0, 10:, None])[:, 0]
+    assert gap.max() <= 1e-3 * scores.abs().max()
     assert drafter.last_speculation.num_accepted > 0

@@ -526,6 +526,9 @@ def test_an_exception_in_the_middle_leaves_both_usable():
         ({"prompt_lookup_num_tokens": 3}, "`prompt_lookup_num_tokens=3`"),
         ({"assistant_early_exit": 2}, "`assistant_early_exit=2`"),
         ({"guidance_scale": 1.5}, "`guidance_scale=1.5`"),
+        ({"use_mtp": True}, "`use_mtp=True`"),
+        ({"assistant_ensemble_weight": 0.5}, "`assistant_ensemble_weight=0.5`"),
+        ({"cache_implementation": "paged"}, "`cache_implementation='paged'`"),
         ({"use_cache": False}, "`use_cache=False`"),
         ({"cache_implementation": "static"}, "`cache_implementation='static'`"),
         ({"prefill_chunk_size": 4}, "`prefill_chunk_size=4`"),
@@ -591,3 +594,18 @@ def test_an_encoder_decoder_is_refused_by_name():
     )
     with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):
         transformers.T5ForConditionalGeneration(config).generate(prompt_of(5), assistant_model=tiny_drafter())
+
+
+def test_a_drafter_is_no_target():
+    drafter = tiny_drafter(target_name_or_path="org/target")
+    assert not drafter.can_generate()
+    with pytest.raises(ValueError, match=r"writes no text of its own.*org/target"):
+        drafter.generate(prompt_of(5))
+
+
+def test_a_target_is_no_drafter(tmp_path):
+    from dflash_hub import DFlashDraftModel
+
+    tiny_target("llama").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="not the configuration of a DFlash drafter: model_type 'llama'"):
+        DFlashDraftModel.from_pretrained(tmp_path)

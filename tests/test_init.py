@@ -285,3 +285,24 @@ def test_the_same_seed_gives_the_same_weights(tmp_path):
         init_drafter(str(tmp_path / "t"), tmp_path / name, layers=1, seed=seed)
     a, b, c = (load_file(tmp_path / name / "model.safetensors")["fc.weight"] for name in "abc")
     assert torch.equal(a, b) and not torch.equal(a, c)
+
+
+def test_of_a_repository_only_headers_are_read(tmp_path, monkeypatch):
+    """No weights are downloaded to look at a target on the Hub."""
+    from types import SimpleNamespace
+
+    from dflash_hub.convert import init
+
+    asked = []
+
+    def metadata(repo, revision=None):
+        asked.append((repo, revision))
+        return SimpleNamespace(weight_map={"model.embed_tokens.weight": "a", "lm_head.weight": "b"})
+
+    monkeypatch.setattr(init, "get_safetensors_metadata", metadata)
+    skeleton = target_skeleton(
+        AutoConfig.for_model("llama", hidden_size=32, num_attention_heads=4, num_hidden_layers=8)
+    )
+    found = init.check_borrowed("org/target", skeleton, "abc")
+    assert found == ["embedding model.embed_tokens.weight and head lm_head.weight: in the target's files"]
+    assert asked == [("org/target", "abc")]
