@@ -5,6 +5,7 @@ Each command is a thin layer over a function elsewhere; heavy imports wait until
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -114,6 +115,57 @@ def export(
         raise ValueError(f"--to {to!r} is not a layout that this version writes; it writes: zlab.")
     export_zlab(source, destination, force)
     typer.echo(f"wrote {destination} in z-lab's layout; not carried, for want of a place: {', '.join(NOT_IN_ZLAB)}")
+
+
+@app.command(
+    epilog="\b\ndflash-hub bench --prompts demo --count 2 --methods plain,ours --max-new-tokens 32 --output bench-demo"
+)
+def bench(
+    output: Annotated[Path, typer.Option(help="Folder of the run; an interrupted one is resumed.")],
+    prompts: Annotated[list[str] | None, typer.Option(help="A set by name, a JSONL file, or demo; repeatable.")] = None,
+    methods: Annotated[str, typer.Option(help="plain, lookup, assistant, native, zlab, ours, ours-N, ceiling-P.")] = (
+        "plain,lookup,native,ours"
+    ),
+    target: Annotated[str | None, typer.Option(help="Repository or folder. Default: SmolLM2-135M-Instruct.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Repository or folder. Default: the shipped one.")] = None,
+    assistant: Annotated[str | None, typer.Option(help="An ordinary small model, for the method assistant.")] = None,
+    count: Annotated[int, typer.Option(min=2, help="Prompts a set.")] = 8,
+    first: Annotated[
+        bool, typer.Option("--first", help="The first prompts of a set instead of a seeded choice.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to write per prompt and turn.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of prompts and of sampling.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    thinking: Annotated[
+        bool | None, typer.Option(help="Thinking mode of the target's template, where it has one.")
+    ] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="Folder of an earlier run: report what moved beyond noise.")
+    ] = None,
+):
+    """Measure methods side by side on the same prompts: acceptance, speed, equality of the text."""
+    from .benchmark.bench import Bench, run_bench
+    from .benchmark.report import write_report
+    from .demo.smollm2 import smollm2
+    from .demo.terminal import DTYPES
+
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype!r} is none of {', '.join(DTYPES)}.")
+    here = Path(__file__).parent
+    models = Bench(
+        target or smollm2()[0], drafter or str(here), assistant, dtype, max_new_tokens, temperature, thinking
+    )
+    sources = [
+        str(here / "benchmark" / "demo_prompts.jsonl") if name == "demo" else name for name in prompts or ["demo"]
+    ]
+    command = " ".join(["dflash-hub", *sys.argv[1:]])
+    run_bench(output, models, methods.split(","), sources, count, None if first else seed, seed, command)
+    if models.state.is_main_process:
+        typer.echo(write_report(output, compare))
+        typer.echo(
+            f"wrote {output}/report.md, {output}/summary.json and plots\nnext: dflash-hub bench --compare {output} ..."
+        )
 
 
 def main():

@@ -11,6 +11,7 @@ The text's distribution is the target's in all of them, so only the rounds count
 
 import json
 import statistics
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -20,22 +21,7 @@ import typer
 from ..choice_dflash import GumbelNoise, TargetChoice
 from ..demo.smollm2 import smollm2
 from ..modeling_dflash import DFlashDraftModel
-
-QUESTIONS = [
-    "A farmer has 18 hens. Each hen lays 5 eggs a week. He sells 60 eggs and eats 6. How many eggs are left?",
-    "Lena reads 14 pages a day. Her book has 196 pages. How many days does she need?",
-    "A bus has 48 seats. A third of them are taken. How many seats are free?",
-    "Ben buys 3 shirts for $12 each and a belt for $9. He pays with a $50 note. How much change does he get?",
-    "A tank holds 240 litres. A pump fills 16 litres a minute. After how many minutes is it half full?",
-    "Mia has twice as many stickers as Tim. Together they have 54. How many has Mia?",
-    "A recipe for 4 people needs 300 grams of rice. How much is needed for 10 people?",
-    "A cinema ticket costs $9, a child's ticket $5. What do 2 adults and 3 children pay?",
-    "A runner covers 5 km in 30 minutes. How far does she run in 2 hours at that speed?",
-    "There are 120 apples in 8 crates. 3 crates are sold. How many apples remain?",
-    "Sam saves $7 a week for 12 weeks and then spends $35. How much has he left?",
-    "A wall has 15 rows of 24 bricks. 40 bricks are broken. How many are whole?",
-]
-SUFFIX = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+from .prompts import load_prompts
 
 
 def propose_argmax(self, text, start, logits):
@@ -75,11 +61,11 @@ def run(
     passes = []
     model.register_forward_pre_hook(lambda *args: passes.append(1))
     taus = {way: [] for way in WAYS}
-    for question in QUESTIONS:
+    _, rows = load_prompts(str(Path(__file__).with_name("demo_prompts.jsonl")), 12, None)
+    for row in rows:
         inputs = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question + SUFFIX}],
-            add_generation_prompt=True, return_dict=True, return_tensors="pt",
-        )  # fmt: skip
+            row["messages"], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
         for way, propose in WAYS.items():
             tokens = rounds = 0
             for seed in range(seeds):

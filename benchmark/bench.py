@@ -1,0 +1,258 @@
+"""`dflash-hub bench`: methods side by side in one run, prompt by prompt, into a folder that can be resumed.
+
+A folder holds `settings.json` (what was measured, and with what), `records-R.jsonl` (one line a text; R is the process),
+and the report that is made of them.
+"""
+
+import dataclasses
+import itertools
+import json
+import platform
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+import accelerate
+import torch
+import transformers
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ..hub_dflash import write_text
+from ..modeling_dflash import DFlashDraftModel
+from .methods import make_method
+from .prompts import load_prompts
+
+TIE = 1e-4  # float32: two passes that differ by rounding may choose differently between scores this close
+
+
+class Bench:
+    """The models of one run, loaded once, and the generation settings that all methods share."""
+
+    def __init__(
+        self,
+        target: str,
+        drafter: str | None,
+        assistant: str | None,
+        dtype: str,
+        max_new_tokens: int,
+        temperature: float,
+        thinking: bool | None,
+    ):
+        self.state = accelerate.PartialState()
+        self.target_path, self.drafter_path = target, drafter
+        load = {"dtype": getattr(torch, dtype), "device_map": {"": self.state.device}}
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+        self.target = transformers.AutoModelForCausalLM.from_pretrained(target, **load).eval()
+        self.drafter = DFlashDraftModel.from_pretrained(drafter, **load).eval() if drafter else None
+        self.assistant = (
+            transformers.AutoModelForCausalLM.from_pretrained(assistant, **load).eval() if assistant else None
+        )
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        self.settings = {"max_new_tokens": max_new_tokens, **sampling}
+        self.thinking = thinking
+        self._zlab = None
+
+    def inputs(self, messages: list[dict]) -> dict:
+        thinking = {} if self.thinking is None else {"enable_thinking": self.thinking}
+        encoded = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt", **thinking
+        )
+        return dict(encoded.to(self.target.device))
+
+    def zlab_folder(self) -> str:
+        """The drafter in z-lab's layout, written to a temporary folder that lives as long as the run."""
+        from ..convert.zlab import export_zlab
+
+        self._zlab = tempfile.TemporaryDirectory()
+        folder = Path(self._zlab.name) / "drafter"
+        export_zlab(self.drafter_path, folder)
+        return str(folder)
+
+    def resolved(self) -> dict:
+        """The generation config that every method runs with, the target's own defaults included."""
+        config, _ = self.target._prepare_generation_config(None, **self.settings)
+        return config.to_diff_dict() | self.settings
+
+    def tie_gap(self, inputs: dict, text: list[int], other: list[int]) -> float:
+        """How close plain's two best scores lie where another text first differs from it (a teacher-forced pass)."""
+        at = next((i for i, pair in enumerate(zip(text, other)) if pair[0] != pair[1]), min(len(text), len(other)))
+        ids = torch.cat([inputs["input_ids"], torch.tensor([text[:at]], device=self.target.device)], dim=1)
+        with torch.no_grad():
+            best = self.target(ids).logits[0, -1].float().topk(2).values
+        return float(best[0] - best[1])
+
+
+def run_bench(
+    output: Path,
+    bench: Bench,
+    methods: list[str],
+    prompts: list[str],
+    count: int,
+    choice_seed: int | None,
+    seed: int,
+    command: str,
+) -> None:
+    """Measure what `output` does not hold yet. Methods take turns on every prompt, so that drift of the machine hits all.
+
+    Raises:
+        ValueError: the folder holds a run with other settings, or a method cannot run; says which.
+    """
+    sets = [load_prompts(source, count, choice_seed) for source in prompts]
+    settings = {
+        "target": bench.target_path,
+        "drafter": bench.drafter_path,
+        "methods": methods,
+        "sets": {name: [row["id"] for row in rows] for name, rows in sets},
+        "dtype": str(bench.target.dtype),
+        "generation": bench.resolved(),
+        "thinking": bench.thinking,
+        "choice_seed": choice_seed,
+        "seed": seed,
+    }
+    if bench.state.is_main_process:
+        _open_folder(output, settings, provenance(command, bench))
+    bench.state.wait_for_everyone()
+    done = {(r["method"], r["set"], r["id"], r["turn"]) for r in read_records(output)}
+    runners = {name: make_method(name, bench) for name in methods}
+
+    # A prompt of each set in turn, so that drift of the machine hits all sets alike too.
+    by_set = [[(name, row) for row in rows] for name, rows in sets]
+    work = [item for turn in itertools.zip_longest(*by_set) for item in turn if item is not None]
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with (
+        bench.state.split_between_processes(work) as mine,
+        Progress(*columns, disable=not bench.state.is_main_process, transient=True) as bar,
+        (output / f"records-{bench.state.process_index}.jsonl").open("a", encoding="utf-8") as file,
+    ):
+        task = bar.add_task("prompts", total=len(mine))
+        warm = False
+        for set_name, row in mine:
+            bar.update(task, description=f"{set_name} {row['id']}"[:40])
+            missing = any((m, set_name, row["id"], t) not in done for m in methods for t in range(len(row["messages"])))
+            if missing:
+                if not warm:
+                    _warm_up(bench, runners, row)
+                    warm = True
+                for record in measure(bench, runners, set_name, row, seed):
+                    if (record["method"], set_name, row["id"], record["turn"]) not in done:
+                        file.write(json.dumps(record) + "\n")
+                file.flush()
+            bar.advance(task)
+    bench.state.wait_for_everyone()
+
+
+def measure(bench: Bench, runners: dict, set_name: str, row: dict, seed: int):
+    """Yield one record a method and turn. The order of methods is shuffled by prompt; plain goes first, as the yardstick."""
+    messages, greedy = [], not bench.settings["do_sample"]
+    order = [name for name in runners if name != "plain"]
+    random.Random(row["id"]).shuffle(order)
+    order = ["plain"] * ("plain" in runners) + order
+    for turn, message in enumerate(row["messages"]):
+        messages.append(message)
+        inputs = bench.inputs(messages)
+        plain_ids = answer = None
+        for name in order:
+            run = runners[name].run(inputs, bench.settings, seed, plain_ids)
+            answer = answer or run.new_ids
+            if name == "plain":
+                plain_ids = run.new_ids
+            same = run.new_ids == plain_ids if greedy and plain_ids is not None else None
+            record = {
+                "method": name, "set": set_name, "id": row["id"], "turn": turn,
+                "prompt_tokens": inputs["input_ids"].shape[1], "same_text": same, "peak_bytes": _peak_bytes(),
+            }  # fmt: skip
+            if same is False:
+                record["tie_gap"] = bench.tie_gap(inputs, plain_ids, run.new_ids)
+            yield record | dataclasses.asdict(run)
+        messages.append({"role": "assistant", "content": bench.tokenizer.decode(answer, skip_special_tokens=True)})
+
+
+def _warm_up(bench: Bench, runners: dict, row: dict):
+    inputs = bench.inputs(row["messages"][:1])
+    plain_ids = None
+    for name, runner in runners.items():
+        run = runner.run(inputs, bench.settings | {"max_new_tokens": 12}, 0, plain_ids)
+        plain_ids = run.new_ids if name == "plain" else plain_ids
+
+
+def _peak_bytes() -> int:
+    """Peak memory of this process so far: of the GPU where there is one, else resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _open_folder(output: Path, settings: dict, origin: dict):
+    path = output / "settings.json"
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        changed = [name for name in settings if before["settings"].get(name) != json.loads(json.dumps(settings[name]))]
+        if changed:
+            raise ValueError(
+                f"{output} holds a run with other {', '.join(changed)}; resume with the same, or pass another --output."
+            )
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps({"settings": settings, "provenance": origin}, indent=1) + "\n")
+
+
+def read_settings(folder: Path) -> dict:
+    path = folder / "settings.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no benchmark run (no settings.json).")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_records(folder: Path) -> list[dict]:
+    """All complete lines; a line that an interruption cut is measured again."""
+    records = []
+    for path in sorted(folder.glob("records-*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+    return records
+
+
+def provenance(command: str, bench: Bench) -> dict:
+    """Where a number comes from: it stands beside every report."""
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=9"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+    )
+    if bench.state.device.type == "cuda":
+        device = torch.cuda.get_device_name()
+    else:
+        device = f"CPU, {torch.get_num_threads()} threads, {_processor()}"
+    return {
+        "command": command,
+        "commit": git.stdout.strip() or "not a git checkout",
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "device": device,
+        "processes": bench.state.num_processes,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,247 @@
+"""The methods that `dflash-hub bench` sets side by side. One is a name and the arguments it adds to `generate`.
+
+Names: plain, lookup, assistant, native, zlab, ours (the drafter's own default), ours-N (N drafted tokens), and ceiling-P,
+an oracle that runs the drafter and then proposes the target's own text, each token right with probability P.
+"""
+
+import contextlib
+import json
+import random
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ..generation_dflash import DFlashCandidateGenerator
+
+ZLAB_PYTHON = Path(__file__).parent.parent / ".venv-peers" / "bin" / "python"
+
+
+@dataclass
+class Run:
+    """One text by one method. Rounds are target passes after the prompt's; times are seconds on the host's clock."""
+
+    new_ids: list[int]
+    seconds: float
+    first_token: float
+    rounds: list[int]  # tokens that each round added
+    target_passes: int
+    drafter_passes: int
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    target_seconds: float = 0.0  # in the target's passes
+    draft_seconds: float = 0.0  # in the drafter's passes, embedding and head included
+    pass_seconds: dict[int, list[float]] = field(default_factory=dict)  # target passes by length, the prompt's left out
+
+
+class Clock:
+    """A streamer that times the first token and sees the rounds: transformers' loops hand over one piece a round."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.pieces: list[int] = []
+        self.first_token = 0.0
+
+    def put(self, value: torch.Tensor):
+        if len(self.pieces) == 1:
+            self.first_token = self.now()
+        self.pieces.append(value.numel())
+
+    def end(self):
+        pass
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+class Passes:
+    """Times the forward passes of a module by their length; on a GPU with events, which are read at the end."""
+
+    def __init__(self, module: torch.nn.Module, argument: str):
+        self.module, self.argument = module, argument
+        self.spans: list[tuple[int, object, object]] = []
+
+    def __enter__(self):
+        self.handles = [
+            self.module.register_forward_pre_hook(self._start, with_kwargs=True),
+            self.module.register_forward_hook(self._stop, with_kwargs=True),
+        ]
+        return self
+
+    def __exit__(self, *error):
+        for handle in self.handles:
+            handle.remove()
+
+    def _start(self, module, args, kwargs):
+        self.started = self._mark()
+
+    def _stop(self, module, args, kwargs, output):
+        tokens = kwargs[self.argument] if self.argument in kwargs else args[0]
+        self.spans.append((tokens.shape[1], self.started, self._mark()))
+
+    def _mark(self):
+        if next(self.module.parameters()).device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self) -> list[tuple[int, float]]:
+        return [
+            (length, stop - start if isinstance(start, float) else start.elapsed_time(stop) / 1e3)
+            for length, start, stop in self.spans
+        ]
+
+
+class Generate:
+    """A method that is a call of `target.generate` with further arguments."""
+
+    def __init__(self, name: str, bench, drafter=None, **arguments):
+        self.name, self.target, self.drafter, self.arguments = name, bench.target, drafter, arguments
+
+    def run(self, inputs: dict, settings: dict, seed: int, plain_ids: list[int] | None) -> Run:
+        clock = Clock(self.target.device)
+        torch.manual_seed(seed)
+        with contextlib.ExitStack() as stack:
+            target = stack.enter_context(Passes(self.target, "input_ids"))
+            drafter = stack.enter_context(Passes(self.drafter, self.drafter.main_input_name)) if self.drafter else None
+            drafting = stack.enter_context(_timed_drafting(clock))
+            self._prepare(stack, inputs, plain_ids, seed)
+            start = clock.now()
+            output = self.target.generate(**inputs, **settings, **self.arguments, streamer=clock)
+            seconds = clock.now() - start
+        prompt_length = inputs["input_ids"].shape[1]
+        spans = target.seconds()
+        by_length = {}
+        for length, span in spans[1:]:
+            by_length.setdefault(length, []).append(span)
+        ours = (
+            self.drafter is not None and self.arguments.get("speculation_type") is None and hasattr(self.drafter, "fc")
+        )
+        speculation = self.drafter.last_speculation if ours else None
+        return Run(
+            new_ids=output[0, prompt_length:].tolist(),
+            seconds=seconds,
+            first_token=clock.first_token - start,
+            rounds=clock.pieces[2:],
+            target_passes=len(spans),
+            drafter_passes=len(drafter.spans) if drafter else 0,
+            drafted=speculation.drafted[0] if ours else [],
+            accepted=speculation.accepted[0] if ours else [],
+            target_seconds=sum(span for _, span in spans),
+            draft_seconds=sum(drafting) or sum(span for _, span in (drafter.seconds() if drafter else [])),
+            pass_seconds=by_length,
+        )
+
+    def _prepare(self, stack, inputs, plain_ids, seed):
+        pass
+
+
+class Ceiling(Generate):
+    """Our loop with an oracle of chosen accuracy: the best that this machine gives at that acceptance."""
+
+    def __init__(self, name: str, bench, accuracy: float):
+        super().__init__(name, bench, bench.drafter, assistant_model=bench.drafter)
+        self.accuracy = accuracy
+
+    def _prepare(self, stack, inputs, plain_ids, seed):
+        if plain_ids is None:
+            raise ValueError(f"{self.name} proposes plain's own text: run `plain` before it.")
+        text = inputs["input_ids"][0].tolist() + plain_ids
+        run = DFlashCandidateGenerator.draft_logits
+
+        def draft_logits(generator, anchor, context, num_draft, attention_mask=None):
+            logits = run(generator, anchor, context, num_draft, attention_mask)  # at the drafter's real cost
+            start = generator.cache.get_seq_length() + 1
+            for slot in range(num_draft):
+                right = text[start + slot] if start + slot < len(text) else 0
+                wrong = random.Random(f"{seed} {start + slot}").random() >= self.accuracy
+                logits[slot, (right + 1) % logits.shape[-1] if wrong else right] = 1e4
+            return logits
+
+        stack.callback(setattr, DFlashCandidateGenerator, "draft_logits", run)
+        DFlashCandidateGenerator.draft_logits = draft_logits
+
+
+@contextlib.contextmanager
+def _timed_drafting(clock: Clock):
+    """Times `draft_logits`, the drafter's pass with embedding and head; yields the list of seconds."""
+    spans, run = [], DFlashCandidateGenerator.draft_logits
+
+    def timed(*args, **kwargs):
+        start = clock.now()
+        result = run(*args, **kwargs)
+        spans.append(clock.now() - start)
+        return result
+
+    # On a GPU its synchronisation would cost what it measures; the passes' events are used there instead.
+    if clock.device.type != "cuda":
+        DFlashCandidateGenerator.draft_logits = timed
+    try:
+        yield spans
+    finally:
+        DFlashCandidateGenerator.draft_logits = run
+
+
+class Zlab:
+    """z-lab's own package, greedy, in a process and an environment of its own (`make peers` installs it)."""
+
+    name = "zlab"
+
+    def __init__(self, bench):
+        if not ZLAB_PYTHON.exists():
+            raise ValueError(f"z-lab's package is not installed at {ZLAB_PYTHON}; run `make peers`.")
+        if bench.settings["do_sample"]:
+            raise ValueError("zlab is measured greedily only.")
+        worker = Path(__file__).with_name("zlab_worker.py")
+        arguments = [bench.zlab_folder(), bench.target_path, str(bench.target.dtype).removeprefix("torch.")]
+        self.process = subprocess.Popen(
+            [ZLAB_PYTHON, worker, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self, inputs: dict, settings: dict, seed: int, plain_ids: list[int] | None) -> Run:
+        request = {"prompt_ids": inputs["input_ids"][0].tolist(), "max_new_tokens": settings["max_new_tokens"]}
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise ValueError("z-lab's package stopped; its error is above.")
+        answer = json.loads(line)
+        return Run(**answer, target_passes=len(answer["rounds"]) + 1, drafter_passes=len(answer["rounds"]))
+
+
+def make_method(name: str, bench):
+    """The method of this name.
+
+    Raises:
+        ValueError: there is none, or what it needs is missing; says what.
+    """
+    kind, _, value = name.partition("-")
+    if kind == "plain":
+        return Generate(name, bench)
+    if kind == "lookup":
+        return Generate(name, bench, prompt_lookup_num_tokens=int(value or 10))
+    if kind == "assistant":
+        if bench.assistant is None:
+            raise ValueError(
+                "the method `assistant` needs --assistant, an ordinary small model of the same vocabulary."
+            )
+        return Generate(name, bench, bench.assistant, assistant_model=bench.assistant)
+    if kind == "zlab":
+        return Zlab(bench)
+    if bench.drafter is None:
+        raise ValueError(f"the method {name!r} needs --drafter.")
+    if kind == "native":
+        return Generate(name, bench, bench.drafter, assistant_model=bench.drafter, speculation_type="dflash")
+    if kind == "ours":
+        drafted = {"num_assistant_tokens": int(value)} if value else {}
+        return Generate(name, bench, bench.drafter, assistant_model=bench.drafter, **drafted)
+    if kind == "ceiling" and 0 <= float(value or -1) <= 1:
+        return Ceiling(name, bench, float(value))
+    raise ValueError(
+        f"no method {name!r}; there are plain, lookup, assistant, native, zlab, ours, ours-N and ceiling-P."
+    )

@@ -1,0 +1,112 @@
+"""Prompt sets: the paper's by name, in z-lab's formats, or any local JSONL with rows {"id", "messages"}."""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+PROGRAM = (
+    "You are an expert Python programmer. You will be given a question (problem specification) and will generate a correct "
+    "Python program that matches the specification and passes all tests. You will NOT return anything except for the "
+    "program\n\n### Question:\n{question_content}"
+)
+
+
+@dataclass
+class PromptSet:
+    """A public data set: where it is, and how a row becomes prompts (one a turn) and an id."""
+
+    load: tuple
+    split: str
+    turns: Callable[[dict], list[str]]
+    row_id: Callable[[dict, int], str]
+
+
+SETS = {
+    "gsm8k": PromptSet(
+        ("openai/gsm8k", "main"), "test", lambda r: [("{question}" + BOXED).format(**r)], lambda r, i: f"gsm8k-test-{i}"
+    ),
+    "math500": PromptSet(
+        ("HuggingFaceH4/MATH-500",), "test", lambda r: [("{problem}" + BOXED).format(**r)], lambda r, i: r["unique_id"]
+    ),
+    "aime25": PromptSet(
+        ("MathArena/aime_2025",), "train", lambda r: [("{problem}" + BOXED).format(**r)], lambda r, i: f"aime25-{i}"
+    ),
+    "humaneval": PromptSet(
+        ("openai/openai_humaneval",),
+        "test",
+        lambda r: [
+            "Write a solution to the following problem and make sure that it passes the tests:\n"
+            f"```python\n{r['prompt']}\n```"
+        ],
+        lambda r, i: r["task_id"],
+    ),
+    "mbpp": PromptSet(
+        ("google-research-datasets/mbpp", "sanitized"),
+        "test",
+        lambda r: [r["prompt"]],
+        lambda r, i: f"mbpp-{r['task_id']}",
+    ),
+    "livecodebench": PromptSet(
+        ("livecodebench/code_generation_lite",), "test", lambda r: [PROGRAM.format(**r)], lambda r, i: r["question_id"]
+    ),
+    "mt-bench": PromptSet(
+        ("HuggingFaceH4/mt_bench_prompts",),
+        "train",
+        lambda r: list(r["prompt"]),
+        lambda r, i: f"mt_bench-{r['prompt_id']}-{r['category']}",
+    ),
+    "alpaca": PromptSet(
+        ("tatsu-lab/alpaca",),
+        "train",
+        lambda r: [r["instruction"] + (f"\n\nInput:\n{r['input']}" if r["input"] else "")],
+        lambda r, i: f"alpaca-{i}",
+    ),
+}
+
+
+def load_prompts(source: str, count: int, seed: int | None) -> tuple[str, list[dict]]:
+    """(set name, rows {"id", "messages"}): `count` of them, chosen with `seed`, or the first ones where it is None.
+
+    Raises:
+        ValueError: neither a known set nor a file, or a row of another form; names it.
+    """
+    if Path(source).is_file():
+        name, rows = Path(source).stem.removeprefix("eval_"), list(_read(Path(source)))
+    elif source in SETS:
+        name, rows = source, _public(SETS[source])
+    else:
+        raise ValueError(f"{source!r} is no file and none of the prompt sets {', '.join(SETS)}.")
+    if count < 2:
+        raise ValueError(f"one prompt proves nothing: ask for several a set, not {count}.")
+    if seed is not None:
+        random.Random(seed).shuffle(rows)
+    return name, rows[:count]
+
+
+def _read(path: Path):
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        row = json.loads(line)
+        users = [m for m in row.get("messages", []) if m.get("role") == "user"]
+        if "id" not in row or not users or len(users) != len(row["messages"]):
+            raise ValueError(
+                f'{path}, line {number}: expected {{"id": ..., "messages": [user turns]}}, got {line[:80]!r}.'
+            )
+        yield row
+
+
+def _public(prompt_set: PromptSet) -> list[dict]:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ValueError("public prompt sets need the package `datasets`: pip install 'dflash-hub[bench]'.") from None
+    rows = load_dataset(*prompt_set.load, split=prompt_set.split)
+    return [
+        {
+            "id": prompt_set.row_id(row, i),
+            "messages": [{"role": "user", "content": turn} for turn in prompt_set.turns(row)],
+        }
+        for i, row in enumerate(rows)
+    ]

@@ -1,0 +1,2 @@
+def write_report(output, compare=None):
+    return "(no report)"
