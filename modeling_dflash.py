@@ -314,11 +314,14 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         if is_main_process:
             write_hub_files(save_directory, self.config)
 
-    def generate(self, *args, **kwargs):
-        raise ValueError(
-            "a DFlash drafter writes no text of its own: call `target.generate(..., assistant_model=drafter)` with the model "
-            f"that it was made for ({self.config.target_name_or_path or 'not recorded in its config'})."
-        )
+    def __getattr__(self, name):
+        # Not a method: transformers takes a class with `generate` for one that writes text.
+        if name == "generate":
+            raise AttributeError(
+                "a DFlash drafter writes no text of its own: call `target.generate(..., assistant_model=drafter)` with the "
+                f"model that it was made for ({self.config.target_name_or_path or 'not recorded in its config'})."
+            )
+        return super().__getattr__(name)
 
     def assisted_generate(self, target: PreTrainedModel, generate, **kwargs):
         """Run `target.generate(**kwargs)` with this drafter; what the hook and `custom_generate` hand over to."""

@@ -599,7 +599,7 @@ def test_an_encoder_decoder_is_refused_by_name():
 def test_a_drafter_is_no_target():
     drafter = tiny_drafter(target_name_or_path="org/target")
     assert not drafter.can_generate()
-    with pytest.raises(ValueError, match=r"writes no text of its own.*org/target"):
+    with pytest.raises(AttributeError, match=r"writes no text of its own.*org/target"):
         drafter.generate(prompt_of(5))
 
 
