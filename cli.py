@@ -140,11 +140,25 @@ def bench(
     thinking: Annotated[
         bool | None, typer.Option(help="Thinking mode of the target's template, where it has one.")
     ] = None,
-    compare: Annotated[
-        Path | None, typer.Option(help="Folder of an earlier run: report what moved beyond noise.")
-    ] = None,
+    compare: Annotated[Path | None, typer.Option(help="Folder of an earlier run: what moved beyond noise?")] = None,
+    server: Annotated[str | None, typer.Option(help="Measure a running OpenAI-compatible server instead.")] = None,
+    model: Annotated[str | None, typer.Option(help="The server's model, where it serves several.")] = None,
+    concurrency: Annotated[str, typer.Option(help="Requests at a time, for a server.")] = "1,2,4,8,16,32",
 ):
     """Measure methods side by side on the same prompts: acceptance, speed, equality of the text."""
+    here = Path(__file__).parent
+    demo_prompts = str(here / "benchmark" / "demo_prompts.jsonl")
+    sources = [demo_prompts if name == "demo" else name for name in prompts or ["demo"]]
+    choice_seed = None if first else seed
+    command = " ".join(["dflash-hub", *sys.argv[1:]])
+    if server:
+        from .benchmark.prompts import load_prompts
+        from .benchmark.server import Server, measure_server
+
+        sets = [load_prompts(source, count, choice_seed) for source in sources]
+        levels = [int(level) for level in concurrency.split(",")]
+        typer.echo(measure_server(output, Server(server, model), sets, levels, max_new_tokens, temperature, command))
+        return
     from .benchmark.bench import Bench, run_bench
     from .benchmark.report import write_report
     from .demo.smollm2 import smollm2
@@ -152,15 +166,10 @@ def bench(
 
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r} is none of {', '.join(DTYPES)}.")
-    here = Path(__file__).parent
     models = Bench(
         target or smollm2()[0], drafter or str(here), assistant, dtype, max_new_tokens, temperature, thinking
     )
-    sources = [
-        str(here / "benchmark" / "demo_prompts.jsonl") if name == "demo" else name for name in prompts or ["demo"]
-    ]
-    command = " ".join(["dflash-hub", *sys.argv[1:]])
-    run_bench(output, models, methods.split(","), sources, count, None if first else seed, seed, command)
+    run_bench(output, models, methods.split(","), sources, count, choice_seed, seed, command)
     if models.state.is_main_process:
         typer.echo(write_report(output, compare))
         typer.echo(

@@ -42,7 +42,7 @@ class Bench:
         temperature: float,
         thinking: bool | None,
     ):
-        self.state = accelerate.PartialState()
+        self.state = accelerate.PartialState(cpu=not torch.accelerator.is_available())
         self.target_path, self.drafter_path = target, drafter
         load = {"dtype": getattr(torch, dtype), "device_map": {"": self.state.device}}
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(target)

@@ -7,6 +7,7 @@ an oracle that runs the drafter and then proposes the target's own text, each to
 import contextlib
 import json
 import random
+import re
 import subprocess
 import time
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ class Run:
     new_ids: list[int]
     seconds: float
     first_token: float
+    prompt_tokens_added: int  # by the prompt's pass; transformers' own loops draft for it already
     rounds: list[int]  # tokens that each round added
     target_passes: int
     drafter_passes: int
@@ -127,6 +129,7 @@ class Generate:
             new_ids=output[0, prompt_length:].tolist(),
             seconds=seconds,
             first_token=clock.first_token - start,
+            prompt_tokens_added=clock.pieces[1],
             rounds=clock.pieces[2:],
             target_passes=len(spans),
             drafter_passes=len(drafter.spans) if drafter else 0,
@@ -221,6 +224,12 @@ def make_method(name: str, bench):
         ValueError: there is none, or what it needs is missing; says what.
     """
     kind, _, value = name.partition("-")
+    known = kind in ("plain", "assistant", "zlab", "native") and not value
+    known = known or (kind in ("lookup", "ours") and (not value or value.isdigit()))
+    if not known and not (kind == "ceiling" and re.fullmatch(r"0?\.\d+|[01](\.0*)?", value)):
+        raise ValueError(
+            f"no method {name!r}; there are plain, lookup, assistant, native, zlab, ours, ours-N and ceiling-P."
+        )
     if kind == "plain":
         return Generate(name, bench)
     if kind == "lookup":
@@ -240,8 +249,4 @@ def make_method(name: str, bench):
     if kind == "ours":
         drafted = {"num_assistant_tokens": int(value)} if value else {}
         return Generate(name, bench, bench.drafter, assistant_model=bench.drafter, **drafted)
-    if kind == "ceiling" and 0 <= float(value or -1) <= 1:
-        return Ceiling(name, bench, float(value))
-    raise ValueError(
-        f"no method {name!r}; there are plain, lookup, assistant, native, zlab, ours, ours-N and ceiling-P."
-    )
+    return Ceiling(name, bench, float(value))

@@ -73,14 +73,14 @@ def load_prompts(source: str, count: int, seed: int | None) -> tuple[str, list[d
     Raises:
         ValueError: neither a known set nor a file, or a row of another form; names it.
     """
+    if count < 2:
+        raise ValueError(f"one prompt proves nothing: ask for several a set, not {count}.")
     if Path(source).is_file():
         name, rows = Path(source).stem.removeprefix("eval_"), list(_read(Path(source)))
     elif source in SETS:
         name, rows = source, _public(SETS[source])
     else:
         raise ValueError(f"{source!r} is no file and none of the prompt sets {', '.join(SETS)}.")
-    if count < 2:
-        raise ValueError(f"one prompt proves nothing: ask for several a set, not {count}.")
     if seed is not None:
         random.Random(seed).shuffle(rows)
     return name, rows[:count]

@@ -1,2 +1,209 @@
-def write_report(output, compare=None):
-    return "(no report)"
+"""Tables, comparison and plots of a benchmark folder. What each figure means stands in the report itself."""
+
+import json
+import random
+from collections import defaultdict
+from pathlib import Path
+
+from ..hub_dflash import write_text
+from .bench import TIE, read_records, read_settings
+
+DEFINITIONS = """\
+- **tau**: tokens that a round adds to the text, the target's own token included, over all rounds of a set. A round is one
+  target pass after the prompt's and the draft that it verified; what the prompt's pass adds (one token, or more where a
+  method drafts for it already) belongs to no round. In brackets: 95% interval, bootstrap over prompts.
+- **tokens/s**: new tokens over seconds of the whole call, the prompt's pass included.
+- **speed-up**: seconds of plain `generate` over seconds of the method, on the same prompts in the same run; 95% interval.
+- **first token**: mean seconds until the first new token reaches a streamer.
+- **passes**: of target and drafter, per text.
+- **same text**: greedy texts equal to plain's, token for token. A difference is excused where plain's two best scores lie
+  within 1e-4 at the first differing token (float32; half precision has wider ties, which are counted but not excused).
+- **slot k**: of the rounds that drafted slot k, the share that accepted slots 1 to k (cumulative), and the share of those
+  that accepted slots 1 to k - 1 (conditional)."""
+
+
+def bootstrap(prompts: list, statistic, draws: int = 1000) -> tuple[float, float, float]:
+    """(value, low, high): a statistic of a list of prompts and its 95% interval over resampled prompts."""
+    chooser = random.Random(0)
+    values = sorted(statistic(chooser.choices(prompts, k=len(prompts))) for _ in range(draws))
+    return statistic(prompts), values[int(0.025 * draws)], values[int(0.975 * draws) - 1]
+
+
+def tau_of(records: list[dict]) -> float:
+    rounds = sum(len(r["rounds"]) for r in records)
+    return sum(sum(r["rounds"]) for r in records) / rounds if rounds else float("nan")
+
+
+def speedup_of(pairs: list[tuple[dict, dict]]) -> float:
+    return sum(plain["seconds"] for plain, _ in pairs) / sum(record["seconds"] for _, record in pairs)
+
+
+def slots_of(records: list[dict]) -> list[tuple[float, float]]:
+    """(cumulative, conditional) acceptance of slots 1, 2, ..."""
+    rounds = [pair for r in records for pair in zip(r["drafted"], r["accepted"])]
+    slots = []
+    for slot in range(1, max((drafted for drafted, _ in rounds), default=0) + 1):
+        asked = [accepted for drafted, accepted in rounds if drafted >= slot]
+        reached = sum(accepted >= slot - 1 for accepted in asked)
+        passed = sum(accepted >= slot for accepted in asked)
+        slots.append((passed / len(asked), passed / reached if reached else float("nan")))
+    return slots
+
+
+def summarise(folder: Path) -> list[dict]:
+    """One row a set and method."""
+    groups = defaultdict(list)
+    for record in read_records(folder):
+        groups[record["set"], record["method"]].append(record)
+    rows = []
+    for (set_name, method), records in groups.items():
+        plain = {(r["id"], r["turn"]): r for r in groups.get((set_name, "plain"), [])}
+        pairs = [(plain[r["id"], r["turn"]], r) for r in records if (r["id"], r["turn"]) in plain]
+        tokens, seconds = sum(len(r["new_ids"]) for r in records), sum(r["seconds"] for r in records)
+        compared = [r for r in records if r["same_text"] is not None]
+        different = [r for r in compared if not r["same_text"]]
+        by_length = defaultdict(list)
+        for r in records:
+            for length, spans in r["pass_seconds"].items():
+                by_length[int(length)] += spans
+        rows.append(
+            {
+                "set": set_name,
+                "method": method,
+                "texts": len(records),
+                "tau": bootstrap(records, tau_of) if any(r["rounds"] for r in records) else None,
+                "tokens_per_second": tokens / seconds,
+                "speedup": bootstrap(pairs, speedup_of) if pairs else None,
+                "first_token": sum(r["first_token"] for r in records) / len(records),
+                "target_passes": sum(r["target_passes"] for r in records) / len(records),
+                "drafter_passes": sum(r["drafter_passes"] for r in records) / len(records),
+                "share_target": sum(r["target_seconds"] for r in records) / seconds,
+                "share_draft": sum(r["draft_seconds"] for r in records) / seconds,
+                "slots": slots_of(records),
+                "compared": len(compared),
+                "same": len(compared) - len(different),
+                "excused": sum(r["tie_gap"] <= TIE for r in different),
+                "peak_bytes": max(r["peak_bytes"] for r in records),
+                "pass_seconds": {length: sorted(s)[len(s) // 2] for length, s in sorted(by_length.items())},
+                "mean_prompt": sum(r["prompt_tokens"] for r in records) / len(records),
+            }
+        )
+    return rows
+
+
+def _interval(value, digits=2) -> str:
+    return "-" if value is None else f"{value[0]:.{digits}f} [{value[1]:.{digits}f}, {value[2]:.{digits}f}]"
+
+
+def _table(head: list[str], rows: list[list]) -> str:
+    lines = ["| " + " | ".join(map(str, head)) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
+
+
+def markdown(folder: Path, rows: list[dict], compare: Path | None) -> str:
+    saved = read_settings(folder)
+    settings, origin = saved["settings"], saved["provenance"]
+    wanted = sum(len(ids) for ids in settings["sets"].values()) * len(settings["methods"])
+    thinking = {None: "the template's default", True: "on", False: "off"}[settings["thinking"]]
+    parts = [
+        "# Benchmark",
+        f"target `{settings['target']}`, drafter `{settings['drafter']}`, {settings['dtype'].removeprefix('torch.')}, "
+        f"thinking mode: {thinking}\n\ngeneration config: `{json.dumps(settings['generation'])}`",
+        f"`{origin['command']}`\n\ncommit {origin['commit']}, {origin['date']}, {origin['device']}, {origin['processes']} "
+        f"process(es), Python {origin['python']}, torch {origin['torch']}, transformers {origin['transformers']}",
+    ]
+    if sum(row["texts"] for row in rows) < wanted:
+        parts.append(
+            f"**Not complete**: {sum(row['texts'] for row in rows)} texts of at least {wanted}; run the command again."
+        )
+    parts.append(
+        _table(
+            ["set", "method", "texts", "tau", "tokens/s", "speed-up", "first token", "passes: target, drafter", "same text"],
+            [
+                [
+                    row["set"], row["method"], row["texts"], _interval(row["tau"]), f"{row['tokens_per_second']:.1f}",
+                    _interval(row["speedup"]), f"{row['first_token']:.2f} s",
+                    f"{row['target_passes']:.1f}, {row['drafter_passes']:.1f}",
+                    f"{row['same']} of {row['compared']}" + (f", {row['excused']} at ties" if row["excused"] else "")
+                    if row["compared"] else "-",
+                ]
+                for row in rows
+            ],
+        )
+    )  # fmt: skip
+    drafting = [row for row in rows if row["slots"]]
+    if drafting:
+        longest = max(len(row["slots"]) for row in drafting)
+        parts.append("Acceptance by slot: cumulative / conditional")
+        parts.append(
+            _table(
+                ["set", "method", *range(1, longest + 1)],
+                [[r["set"], r["method"], *(f"{a:.2f} / {c:.2f}" for a, c in r["slots"])] for r in drafting],
+            )
+        )
+    timed = [row for row in rows if row["pass_seconds"]]
+    if timed:
+        parts.append("Median milliseconds of a target pass by its tokens")
+        parts.append(
+            _table(
+                ["set", "method", "mean prompt", "tokens: milliseconds"],
+                [
+                    [
+                        r["set"], r["method"], f"{r['mean_prompt']:.0f}",
+                        ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in r["pass_seconds"].items()),
+                    ]
+                    for r in timed
+                ],
+            )
+        )  # fmt: skip
+    parts.append(f"Peak memory of the process: {max(row['peak_bytes'] for row in rows) / 2**20:.0f} MiB")
+    if compare:
+        parts.append(f"## Against {compare}\n\n" + comparison(folder, compare))
+    parts.append("## Definitions\n\n" + DEFINITIONS)
+    return "\n\n".join(parts) + "\n"
+
+
+def comparison(folder: Path, before: Path) -> str:
+    """What moved beyond noise since an earlier run: differences on the prompts that both have, with 95% intervals."""
+    read_settings(before)
+    old = {(r["set"], r["method"], r["id"], r["turn"]): r for r in read_records(before)}
+    groups = defaultdict(list)
+    for record in read_records(folder):
+        key = (record["set"], record["method"], record["id"], record["turn"])
+        if key in old:
+            groups[key[:2]].append((old[key], record))
+    if not groups:
+        raise ValueError(f"{before} and {folder} have no set, method and prompt in common.")
+
+    def tau_change(pairs):
+        return tau_of([new for _, new in pairs]) - tau_of([was for was, _ in pairs])
+
+    rows = []
+    for (set_name, method), pairs in groups.items():
+        change, speed = None, bootstrap(pairs, speedup_of)
+        if any(r["rounds"] for pair in pairs for r in pair):
+            change = bootstrap(pairs, tau_change)
+        moved = [
+            what
+            for what, value, still in (("tau", change, 0), ("speed", speed, 1))
+            if value and not value[1] <= still <= value[2]
+        ]
+        rows.append([set_name, method, len(pairs), _interval(change), _interval(speed), ", ".join(moved) or "nothing"])
+    return _table(["set", "method", "texts", "tau, change", "seconds before / now", "beyond noise"], rows)
+
+
+def write_report(folder: Path, compare: Path | None = None) -> str:
+    """Write report.md, summary.json and, where matplotlib is installed, the plots; returns the report."""
+    rows = summarise(folder)
+    if not rows:
+        raise ValueError(f"{folder} holds no record yet.")
+    text = markdown(folder, rows, compare)
+    write_text(folder / "report.md", text)
+    write_text(folder / "summary.json", json.dumps({**read_settings(folder), "rows": rows}, indent=1) + "\n")
+    try:
+        from .plots import plot
+    except ImportError:
+        text += "\nNo plots: they need matplotlib, `pip install 'dflash-hub[bench]'`.\n"
+    else:
+        plot(folder, rows, read_records(folder))
+    return text

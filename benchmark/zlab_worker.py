@@ -33,6 +33,7 @@ for line in sys.stdin:
         "new_ids": out.output_ids[0, prompt.shape[1] :].tolist(),
         "seconds": time.perf_counter() - start,
         "first_token": out.time_to_first_token,
+        "prompt_tokens_added": 1,
         "rounds": out.acceptance_lengths,
     }
     print(json.dumps(answer), flush=True)

@@ -1,0 +1,421 @@
+"""Measuring: what is counted is what happened, runs resume, and reports say where their numbers come from."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from conftest import tiny_drafter
+from dflash_hub.benchmark import report
+from dflash_hub.benchmark.bench import Bench, read_records, run_bench
+from dflash_hub.benchmark.loop import measure as measure_loop
+from dflash_hub.benchmark.methods import make_method
+from dflash_hub.benchmark.prompts import SETS, load_prompts
+from dflash_hub.benchmark.server import Server, acceptance_length, measure_server
+from test_init import save_target
+
+METHODS = ["plain", "lookup", "assistant", "native", "ours", "ours-2", "ceiling-1.0", "ceiling-0.5"]
+
+
+@pytest.fixture
+def models(tmp_path):
+    """A target with a tokenizer, a drafter for it, and a small assistant, as folders."""
+    target = save_target(tmp_path / "target", words=97)
+    target.generation_config.eos_token_id = 2
+    target.save_pretrained(tmp_path / "target")
+    tiny_drafter(num_target_layers=8).save_pretrained(tmp_path / "drafter")
+    save_target(tmp_path / "assistant", words=97)
+    with (tmp_path / "words.jsonl").open("w") as file:
+        for i in range(4):
+            turns = [f"w{i} w{i + 7} w{3 * i}", "w5 w6"][: 1 + (i == 3)]
+            messages = [{"role": "user", "content": turn} for turn in turns]
+            file.write(json.dumps({"id": f"words-{i}", "messages": messages}) + "\n")
+    return tmp_path
+
+
+def bench_of(models, temperature=0.0, max_new_tokens=12):
+    return Bench(
+        str(models / "target"), str(models / "drafter"), str(models / "assistant"), "float32", max_new_tokens, temperature, None
+    )  # fmt: skip
+
+
+def run(models, output, methods=METHODS, count=3, **kwargs):
+    run_bench(output, bench_of(models, **kwargs), methods, [str(models / "words.jsonl")], count, None, 0, "the command")
+    return read_records(output)
+
+
+def test_what_is_counted_is_what_happened(models):
+    records = {(r["method"], r["id"]): r for r in run(models, models / "run")}
+    assert len(records) == len(METHODS) * 3
+    for (method, row_id), r in records.items():
+        plain = records["plain", row_id]
+        assert r["new_ids"] == plain["new_ids"] and r["same_text"] is True
+        assert sum(r["rounds"]) == len(r["new_ids"]) - r["prompt_tokens_added"]
+        assert r["prompt_tokens_added"] == 1 or method in ("lookup", "assistant")
+        assert 0 < r["first_token"] < r["seconds"] and 0 < r["target_seconds"] < r["seconds"]
+        assert r["target_passes"] == len(r["rounds"]) + 1
+        if method == "plain":
+            assert r["rounds"] == [1] * (len(r["new_ids"]) - 1) and r["drafter_passes"] == 0
+        if method in ("ours", "native"):
+            assert r["drafter_passes"] > 0 and r["draft_seconds"] > 0
+        if method == "ours":
+            assert (
+                r["rounds"] == records["native", row_id]["rounds"]
+                or r["rounds"][:-1] == records["native", row_id]["rounds"][:-1]
+            )
+        if method == "ours-2":
+            assert max(r["drafted"]) == 2
+        if method == "ceiling-1.0":
+            assert r["accepted"][:-1] == r["drafted"][:-1]
+            assert len(r["rounds"]) < len(plain["rounds"])
+    halves = [records["ceiling-0.5", f"words-{i}"] for i in range(3)]
+    accepted, drafted = sum(sum(r["accepted"]) for r in halves), sum(sum(r["drafted"]) for r in halves)
+    assert 0 < accepted < drafted
+
+
+def test_both_turns_are_measured(models):
+    records = run(models, models / "run", ["plain", "ours"], count=4)
+    turns = {(r["id"], r["turn"]) for r in records}
+    assert turns == {(f"words-{i}", 0) for i in range(4)} | {("words-3", 1)}
+    lengths = {r["turn"]: r["prompt_tokens"] for r in records if r["id"] == "words-3"}
+    assert lengths[1] > lengths[0] + 2
+
+
+def test_an_interrupted_run_resumes_and_other_settings_are_refused(models):
+    output = models / "run"
+    before = run(models, output, ["plain", "ours"], count=2)
+    path = output / "records-0.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:2]) + "\n" + lines[2][:40])  # cut in the middle of a line
+    with path.open("a") as file:
+        file.write("\n")
+    again = run(models, output, ["plain", "ours"], count=2)
+    key = lambda r: (r["method"], r["id"])  # noqa: E731
+    assert sorted(map(key, again)) == sorted(map(key, before))
+    assert path.read_text().splitlines()[:2] == lines[:2]
+    with pytest.raises(ValueError, match="holds a run with other sets"):
+        run(models, output, ["plain", "ours"], count=3)
+    with pytest.raises(ValueError, match="holds a run with other generation"):
+        run(models, output, ["plain", "ours"], count=2, max_new_tokens=20)
+
+
+def test_sampled_methods_are_not_compared_by_text(models):
+    records = run(models, models / "run", ["plain", "ours", "native"], count=2, temperature=0.9)
+    assert {r["same_text"] for r in records} == {None}
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    (
+        ("theirs", "no method 'theirs'"),
+        ("ceiling-2", "no method 'ceiling-2'"),
+        ("assistant", "needs --assistant"),
+        ("ours", "needs --drafter"),
+    ),
+)
+def test_unknown_methods_and_missing_models_are_named(name, sentence, models):
+    bench = Bench(str(models / "target"), None, None, "float32", 8, 0.0, None)
+    with pytest.raises(ValueError, match=sentence):
+        make_method(name, bench)
+
+
+def test_an_oracle_needs_plain_before_it(models):
+    with pytest.raises(ValueError, match="run `plain` before it"):
+        run(models, models / "run", ["ceiling-0.5"], count=2)
+
+
+# ------------------------------------------------------------------------------------------------- prompts
+
+
+def test_prompts_in_z_labs_formats_with_the_ids_of_local_files(monkeypatch, tmp_path):
+    import types
+
+    rows = {
+        "gsm8k": {"question": "Q?"},
+        "math500": {"problem": "P", "unique_id": "test/algebra/1.json"},
+        "aime25": {"problem": "P"},
+        "humaneval": {"prompt": "def f():\n", "task_id": "HumanEval/0"},
+        "mbpp": {"prompt": "Write f.", "task_id": 11},
+        "livecodebench": {"question_content": "Do it.", "question_id": "abc_1"},
+        "mt-bench": {"prompt": ["One", "Two"], "prompt_id": 81, "category": "writing"},
+        "alpaca": {"instruction": "Do", "input": "this"},
+    }
+    loaded = []
+
+    def load_dataset(*args, split):
+        loaded.append(args)
+        return [next(row for name, row in rows.items() if SETS[name].load == args)] * 2
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    boxed = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+    expected = {
+        "gsm8k": ("gsm8k-test-0", ["Q?" + boxed]),
+        "math500": ("test/algebra/1.json", ["P" + boxed]),
+        "humaneval": (
+            "HumanEval/0",
+            [
+                "Write a solution to the following problem and make sure that it passes the tests:\n```python\ndef f():\n\n```"
+            ],
+        ),
+        "mbpp": ("mbpp-11", ["Write f."]),
+        "mt-bench": ("mt_bench-81-writing", ["One", "Two"]),
+        "alpaca": ("alpaca-0", ["Do\n\nInput:\nthis"]),
+    }
+    for name in SETS:
+        _, got = load_prompts(name, 2, None)
+        if name in expected:
+            row_id, turns = expected[name]
+            assert got[0] == {"id": row_id, "messages": [{"role": "user", "content": turn} for turn in turns]}
+    assert len(loaded) == len(SETS)
+
+
+def test_bad_prompts_are_named(tmp_path):
+    with pytest.raises(ValueError, match="no file and none of the prompt sets gsm8k"):
+        load_prompts("nowhere", 4, None)
+    (tmp_path / "x.jsonl").write_text('{"id": "a", "messages": [{"role": "user", "content": "x"}]}\n{"text": "b"}\n')
+    with pytest.raises(ValueError, match=r"x.jsonl, line 2: expected"):
+        load_prompts(str(tmp_path / "x.jsonl"), 2, None)
+    with pytest.raises(ValueError, match="one prompt proves nothing"):
+        load_prompts(str(tmp_path / "x.jsonl"), 1, None)
+
+
+def test_the_choice_is_seeded(tmp_path):
+    lines = [json.dumps({"id": str(i), "messages": [{"role": "user", "content": "x"}]}) for i in range(50)]
+    (tmp_path / "eval_x.jsonl").write_text("\n".join(lines))
+    name, first = load_prompts(str(tmp_path / "eval_x.jsonl"), 5, None)
+    assert name == "x" and [r["id"] for r in first] == list("01234")
+    chosen = [[r["id"] for r in load_prompts(str(tmp_path / "eval_x.jsonl"), 5, seed)[1]] for seed in (1, 1, 2)]
+    assert chosen[0] == chosen[1] != chosen[2]
+
+
+# ------------------------------------------------------------------------------------------------- the report
+
+
+def record(method, row_id, rounds, seconds, drafted=(), accepted=(), same=True):
+    return {
+        "method": method, "set": "s", "id": row_id, "turn": 0, "prompt_tokens": 10, "same_text": same, "peak_bytes": 1,
+        "new_ids": [0] * (sum(rounds) + 1), "seconds": seconds, "first_token": 0.1, "rounds": rounds, "tie_gap": 1.0,
+        "target_passes": len(rounds) + 1, "drafter_passes": len(drafted), "drafted": list(drafted),
+        "accepted": list(accepted), "target_seconds": seconds / 2, "draft_seconds": seconds / 4, "pass_seconds": {"1": [0.1]},
+    }  # fmt: skip
+
+
+def folder_of(path, records):
+    path.mkdir()
+    settings = {
+        "target": "t", "drafter": "d", "methods": ["plain", "ours"], "sets": {"s": ["a", "b"]}, "dtype": "torch.float32",
+        "generation": {"do_sample": False}, "thinking": False, "choice_seed": 0, "seed": 0,
+    }  # fmt: skip
+    origin = {
+        "command": "dflash-hub bench ...", "commit": "abc", "date": "2026-11-29", "device": "CPU", "processes": 1,
+        "python": "3", "torch": "2", "transformers": "5",
+    }  # fmt: skip
+    (path / "settings.json").write_text(json.dumps({"settings": settings, "provenance": origin}))
+    (path / "records-0.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return path
+
+
+PLAIN = [record("plain", "a", [1] * 8, 4.0), record("plain", "b", [1] * 8, 4.0)]
+OURS = [
+    record("ours", "a", [4, 4], 2.0, [3, 3], [3, 3]),
+    record("ours", "b", [1, 3, 4], 2.0, [3, 3, 3], [0, 2, 3], same=False),
+]
+
+
+def test_figures_follow_from_records(tmp_path):
+    rows = {row["method"]: row for row in report.summarise(folder_of(tmp_path / "r", PLAIN + OURS))}
+    ours = rows["ours"]
+    assert ours["tau"][0] == pytest.approx(16 / 5) and ours["tau"][1] <= 16 / 5 <= ours["tau"][2]
+    assert ours["speedup"] == (2.0, 2.0, 2.0) and ours["tokens_per_second"] == pytest.approx(18 / 4)
+    assert ours["slots"] == [(0.8, 0.8), (0.8, 1.0), (0.6, 0.75)]
+    assert (ours["compared"], ours["same"], ours["excused"]) == (2, 1, 0)
+    assert (ours["share_target"], ours["share_draft"]) == (0.5, 0.25)
+
+
+def test_the_report_has_provenance_and_definitions(tmp_path):
+    folder = folder_of(tmp_path / "r", PLAIN + OURS[:1])
+    pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install 'dflash-hub[bench]'")
+    text = report.write_report(folder)
+    for needed in (
+        "dflash-hub bench ...",
+        "commit abc",
+        "torch 2",
+        "thinking mode: off",
+        "Not complete",
+        "Definitions",
+    ):
+        assert needed in text
+    assert text.startswith((folder / "report.md").read_text()[:100])
+    assert {p.name for p in folder.glob("*.png")} == {"speedup.png", "slots.png", "time.png", "context.png"}
+    assert json.loads((folder / "summary.json").read_text())["provenance"]["commit"] == "abc"
+
+
+def test_comparison_names_what_moved_beyond_noise(tmp_path):
+    many = [str(i) for i in range(20)]
+    before = folder_of(tmp_path / "a", [record("ours", i, [2] * 10, 2.0 + 0.01 * int(i)) for i in many])
+    same = folder_of(tmp_path / "b", [record("ours", i, [2] * 10, 2.19 - 0.01 * int(i)) for i in many])
+    better = folder_of(tmp_path / "c", [record("ours", i, [4] * 5, 1.0) for i in many])
+    assert "| nothing |" in report.comparison(same, before)
+    moved = report.comparison(better, before)
+    assert "tau, speed" in moved and "2.00 [2.00, 2.00]" in moved
+    with pytest.raises(ValueError, match="no set, method and prompt in common"):
+        report.comparison(folder_of(tmp_path / "d", PLAIN), before)
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+    import random
+
+    chooser, covered = random.Random(1), 0
+    for _ in range(120):
+        sample = [record("ours", "a", [chooser.randint(1, 7) for _ in range(10)], 1.0) for _ in range(25)]
+        _, low, high = report.bootstrap(sample, report.tau_of, draws=200)
+        covered += low <= 4.0 <= high
+    assert 0.85 < covered / 120 <= 1.0
+
+
+def test_ties_are_found_by_a_teacher_forced_pass(models):
+    bench = bench_of(models)
+    inputs = bench.inputs([{"role": "user", "content": "w1 w2"}])
+    text = bench.target.generate(**inputs, max_new_tokens=6, do_sample=False)[
+        0, inputs["input_ids"].shape[1] :
+    ].tolist()
+    other = [*text[:3], (text[3] + 1) % 97, *text[4:]]
+    ids = torch.cat([inputs["input_ids"], torch.tensor([text[:3]])], dim=1)
+    best = bench.target(ids).logits[0, -1].detach().topk(2).values
+    assert bench.tie_gap(inputs, text, other) == pytest.approx(float(best[0] - best[1]), rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------- command line, loop
+
+
+def test_the_command_from_start_to_compare(models):
+    arguments = [
+        sys.executable, "-m", "dflash_hub", "bench", "--target", "target", "--drafter", "drafter", "--prompts", "words.jsonl",
+        "--count", "2", "--first", "--methods", "plain,ours", "--max-new-tokens", "8",
+    ]  # fmt: skip
+    first = subprocess.run([*arguments, "--output", "a"], cwd=models, capture_output=True, text=True, timeout=300)
+    assert first.returncode == 0 and "next: dflash-hub bench --compare a" in first.stdout, first.stderr
+    second = subprocess.run(
+        [*arguments, "--output", "b", "--compare", "a"], cwd=models, capture_output=True, text=True, timeout=300
+    )
+    assert second.returncode == 0 and "## Against a" in second.stdout, second.stderr
+    bad = subprocess.run(
+        [*arguments, "--output", "c", "--compare", "nowhere"], cwd=models, capture_output=True, text=True, timeout=300
+    )
+    assert bad.returncode == 1 and "holds no benchmark run" in bad.stderr and "Traceback" not in bad.stderr
+
+
+def test_processes_split_the_prompts(models):
+    arguments = ["-m", "dflash_hub", "bench", "--target", "target", "--drafter", "drafter", "--prompts", "words.jsonl"]
+    arguments += ["--count", "3", "--first", "--methods", "plain,ours", "--max-new-tokens", "8", "--output", "split"]
+    # On CPUs `accelerate launch` wants mpirun; torchrun starts the same two processes.
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        "29611",
+        *arguments,
+    ]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, cwd=models, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    files = sorted((models / "split").glob("records-*.jsonl"))
+    assert [f.name for f in files] == ["records-0.jsonl", "records-1.jsonl"]
+    assert len(read_records(models / "split")) == 6 and all(f.read_text() for f in files)
+
+
+def test_the_loop_is_measured_against_its_passes(models):
+    bench = bench_of(models, max_new_tokens=16)
+    _, rows = load_prompts(str(models / "words.jsonl"), 2, None)
+    ratios = measure_loop(bench, rows, 2, zlab=False)
+    assert all(len(values) == 4 for values in ratios.values())
+    assert all(0.2 < value < 20 for values in ratios.values() for value in values)
+
+
+# ------------------------------------------------------------------------------------------------- servers
+
+
+class FakeEngine(BaseHTTPRequestHandler):
+    """A few lines of OpenAI's API and of vLLM's metrics: every answer has six tokens, made in two rounds."""
+
+    answers = 0
+
+    def log_message(self, *args):
+        pass
+
+    def do_GET(self):
+        body = json.dumps({"data": [{"id": "fake"}]})
+        if self.path == "/metrics":
+            made = type(self).answers
+            body = f'# TYPE x counter\nvllm:spec_decode_num_accepted_tokens_total{{m="fake"}} {4.0 * made}\n'
+            body += f'vllm:spec_decode_num_drafts_total{{m="fake"}} {2.0 * made}\n'
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path != "/v1/chat/completions" or not request["stream"]:
+            self.send_response(404)
+            self.end_headers()
+            self.wfile.write(b"no such route")
+            return
+        type(self).answers += 1
+        self.send_response(200)
+        self.end_headers()
+        for event in (
+            {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
+            {"choices": [{"delta": {"content": "a b c"}}]},
+            {"choices": [{"delta": {"content": " d e f"}}]},
+            {"choices": [], "usage": {"completion_tokens": 6}},
+        ):
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+
+@pytest.fixture
+def fake_engine():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeEngine)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_server_is_measured_at_every_concurrency(fake_engine, tmp_path):
+    rows = [{"id": str(i), "messages": [{"role": "user", "content": "x"}]} for i in range(5)]
+    text = measure_server(tmp_path / "out", Server(fake_engine + "/v1", None), [("s", rows)], [1, 4], 16, 0.0, "cmd")
+    saved = json.loads((tmp_path / "out" / "server.json").read_text())
+    assert [(r["concurrency"], r["requests"], r["tokens"]) for r in saved["rows"]] == [(1, 5, 30), (4, 5, 30)]
+    assert all(r["acceptance_length"] == 3.0 and r["first_token"] > 0 for r in saved["rows"])
+    assert saved["provenance"]["model"] == "fake" and "| s | 4 | 5 |" in text
+
+
+def test_the_server_command(fake_engine, tmp_path):
+    command = [sys.executable, "-m", "dflash_hub", "bench", "--server", fake_engine, "--output", "out", "--count", "2"]
+    done = subprocess.run([*command, "--concurrency", "1,2"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "| demo_prompts | 2 | 2 |" in done.stdout, done.stderr
+    gone = [sys.executable, "-m", "dflash_hub", "bench", "--server", "http://127.0.0.1:9", "--output", "out"]
+    done = subprocess.run(gone, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "no server answers at http://127.0.0.1:9" in done.stderr
+
+
+def test_acceptance_where_an_engine_says_it_otherwise_or_not_at_all():
+    assert acceptance_length({}, {}) is None
+    assert acceptance_length({}, {"sglang:spec_accept_length": 3.5}) == 3.5
+    assert math.isclose(
+        acceptance_length(
+            {"vllm:spec_decode_num_drafts_total": 10, "vllm:spec_decode_num_accepted_tokens_total": 10},
+            {"vllm:spec_decode_num_drafts_total": 20, "vllm:spec_decode_num_accepted_tokens_total": 35},
+        ),
+        3.5,
+    )
