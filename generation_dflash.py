@@ -120,6 +120,10 @@ def assisted_generate(drafter, target: PreTrainedModel, generate, call: dict):
     return output
 
 
+def _unless(value, neutral):
+    return None if value == neutral else value
+
+
 def _without(call: dict, *names: str) -> dict:
     return {name: value for name, value in call.items() if name not in names}
 
@@ -187,11 +191,14 @@ def _refuse_unsupported(target, resolved: GenerationConfig, model_kwargs: dict, 
 
 def _resolve_num_draft_tokens(drafter, target, call: dict) -> int:
     """Call argument, passed config, target's config, drafter's config: the first that states a number."""
-    # transformers fills an unset value with its own default, so this cannot be read from the resolved config.
-    passed = call.get("generation_config")
+    # transformers fills an unset value with its own default, so this cannot be read from the resolved config; `pipeline`
+    # does so even with the config that it passes on.
+    passed, filled = call.get("generation_config"), GenerationConfig._get_default_generation_params()
     stated = {
         "the argument `num_assistant_tokens`": call.get("num_assistant_tokens"),
-        "the passed `generation_config`": passed and passed.num_assistant_tokens,
+        "the passed `generation_config`": _unless(
+            passed and passed.num_assistant_tokens, filled["num_assistant_tokens"]
+        ),
         "the target's generation config": target.generation_config.num_assistant_tokens,
         "the drafter's config": drafter.config.num_draft_tokens,
     }
@@ -295,6 +302,11 @@ def decode(
             speculation.target_passes += 1
             if outputs[CACHE] is not cache:  # Phi-3 starts a new one at the boundary of its RoPE
                 cache = _recording(outputs, target)
+                if cache.get_seq_length() != length + num_draft:
+                    raise ValueError(
+                        f"{type(target).__name__} dropped its cache in the middle of a text and did not read the text again, as "
+                        "older transformers do at the boundary of LongRoPE; upgrade transformers, or keep texts shorter."
+                    )
 
             # Accept the drafts that equal the target's choices, and its own next token, the new anchor.
             logits = outputs.logits[0, -num_draft - 1 :].to(input_ids.device, torch.float32)  # (n + 1, V)

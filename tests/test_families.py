@@ -73,6 +73,10 @@ def test_no_pass_straddles_a_rope_boundary(family, overrides, prompt_length):
     target, drafter = tiny_family(family, **overrides)
     # Dynamic NTK keeps the base of the longest text so far until a short pass: plain's own text depends on that history.
     inputs = {"input_ids": prompt_of(prompt_length), "before": lambda: target(torch.tensor([[5]]))}
+    if family == "phi3" and 20 < prompt_length <= 40 and transformers.__version__ < "5.24":
+        with pytest.raises(ValueError, match="dropped its cache in the middle of a text"):
+            equal_texts(target, drafter, new_tokens=20, **inputs)
+        return
     assert equal_texts(target, drafter, new_tokens=20, **inputs) is None
     drafted = drafter.last_speculation.drafted[0]
     if prompt_length == 12:
