@@ -4,12 +4,22 @@
 a wrong tap, RoPE base or mask token would load without a word and only cost speed.
 """
 
+import difflib
+import math
+
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 # RoPE whose frequencies do not depend on the length of a pass: keys in the cache stay valid for good.
-STATIC_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+# By type, what it must state: transformers fills some of it in silently.
+STATIC_ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 
 # Parts of other methods and of other producers. A drafter that has one is another network: loading it as plain DFlash
 # would run, and draft badly. Each is refused by name while its value is set.
@@ -112,6 +122,13 @@ class DFlashConfig(PreTrainedConfig):
             self.block_causal = [layer_type == SLIDING for layer_type in self.layer_types]
         if self.num_draft_tokens is None:
             self.num_draft_tokens = _positive(self.block_size, "block_size") - 1
+        for name in ("rope_scaling", "rope_theta", "partial_rotary_factor"):
+            _require(
+                kwargs.pop(name, None) is None, f"`{name}` belongs into `rope_parameters`, the only place for RoPE."
+            )
+        for name in kwargs:
+            meant = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.85)
+            _require(not meant or hasattr(PreTrainedConfig, name), f"unknown field `{name}`; did you mean {meant}?")
         self.rope_parameters = _checked_rope(self.rope_parameters)
         super().__post_init__(**kwargs)
         self._check()
@@ -128,6 +145,18 @@ class DFlashConfig(PreTrainedConfig):
             f"({self.num_key_value_heads}).",
         )
         _require(self.head_dim % 2 == 0, f"`head_dim` must be even for RoPE, got {self.head_dim}.")
+        for name in ("rms_norm_eps", "initializer_range", "input_embedding_scale", "output_multiplier"):
+            _positive_number(getattr(self, name), f"`{name}`")
+        if self.final_logit_softcapping is not None:
+            _positive_number(self.final_logit_softcapping, "`final_logit_softcapping`, unless None,")
+        _require(
+            _is_number(self.attention_dropout) and 0 <= self.attention_dropout < 1,
+            f"`attention_dropout` must be in [0, 1), got {self.attention_dropout!r}.",
+        )
+        _require(self.hidden_act in ACT2FN, f"`hidden_act` {self.hidden_act!r} is no activation of transformers.")
+        _require(
+            not self.tie_word_embeddings, "a drafter has no embeddings to tie: `tie_word_embeddings` must be false."
+        )
 
         _require(
             _is_int(self.block_size) and self.block_size >= 2,
@@ -137,6 +166,11 @@ class DFlashConfig(PreTrainedConfig):
             _is_int(self.mask_token_id) and 0 <= self.mask_token_id < self.vocab_size,
             f"`mask_token_id` must be a row of the target's embedding, in [0, {self.vocab_size}), got "
             f"{self.mask_token_id!r}.",
+        )
+        ends = self.eos_token_id if isinstance(self.eos_token_id, list) else [self.eos_token_id]
+        _require(
+            self.mask_token_id not in ends,
+            f"`mask_token_id` {self.mask_token_id} ends a text (`eos_token_id`); a mask token stands for nothing else.",
         )
         _require(
             self.num_draft_tokens == "auto"
@@ -183,10 +217,6 @@ class DFlashConfig(PreTrainedConfig):
                 _is_int(self.sliding_window) and self.sliding_window >= 2,
                 f"a sliding layer needs a `sliding_window` of at least 2, got {self.sliding_window!r}.",
             )
-        _require(
-            self.final_logit_softcapping is None or self.final_logit_softcapping > 0,
-            f"`final_logit_softcapping` must be positive or None, got {self.final_logit_softcapping!r}.",
-        )
 
     @property
     def windows(self) -> list[int | None]:
@@ -202,7 +232,9 @@ class DFlashConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        return super().from_dict(read_config_dict(config_dict), **kwargs)
+        # Overrides are checked with the rest, not set afterwards.
+        overrides = {name: kwargs.pop(name) for name in FIELDS if name in kwargs}
+        return super().from_dict(read_config_dict(config_dict) | overrides, **kwargs)
 
     def to_diff_dict(self):
         """Every field, also where it has its default: the file stays right when a default changes."""
@@ -256,6 +288,8 @@ class _ZlabReader:
         unknown = sorted(set(self.nested) - self.NESTED_NAMES - set(UNSUPPORTED_PARTS))
         _require(not unknown, f"`dflash_config` holds {unknown}, which this version does not know how to honour.")
 
+        needed = [name for name in FIELDS[: FIELDS.index("rope_parameters")] if self.top.get(name) is None]
+        _require(not needed, f"the drafter's config does not state {needed}.")
         # What says the same in both spellings keeps its name; the rest of a Qwen3 configuration does not touch a drafter.
         read = {name: self.top[name] for name in FIELDS if name in self.top}
         read |= {name: self.top[name] for name in ("dtype", "torch_dtype") if name in self.top}
@@ -290,15 +324,17 @@ class _ZlabReader:
         for name in sorted(set(rope) & set(scaling)):
             self.one(f"rope {name}", rope[name], scaling[name])
         rope |= scaling
-        if "type" in rope:  # the name of `rope_type` before transformers 4.43
-            rope["rope_type"] = self.one("rope_type", rope.pop("type"), rope.get("rope_type"))
+        if (partial := self.top.get("partial_rotary_factor")) is not None:
+            rope["partial_rotary_factor"] = self.one(
+                "partial_rotary_factor", partial, rope.get("partial_rotary_factor")
+            )
         theta = self.one("rope_theta", rope.get("rope_theta"), self.top.get("rope_theta"))
         _require(
             theta is not None,
             "the RoPE base is not stated: expected `rope_theta`, or `rope_parameters` with it. Guessing it would load, "
             "and draft badly.",
         )
-        return {"rope_type": "default", **rope, "rope_theta": theta}
+        return _checked_rope(rope | {"rope_theta": theta})
 
     def layer_types(self) -> tuple[list[str], int | None]:
         """(layer_types, sliding_window): `layer_types`, or Model-Optimizer's all-layer `use_swa`, or Qwen3's rule."""
@@ -327,14 +363,15 @@ class _ZlabReader:
 
     def block_causal(self, layer_types: list[str]) -> list[bool]:
         """One switch for all layers where it is stated; else sliding layers are causal and full ones are not."""
-        causal = self.one(
-            "in-block causality",
-            self.top.get("is_causal"),
-            self.nested.get("causal"),
-            self.nested.get("causal_head"),
-        )
+        if self.top.get("block_causal") is not None:
+            return self.top["block_causal"]  # our own word, layer by layer
+        places = (self.top.get("is_causal"), self.nested.get("causal"), self.nested.get("causal_head"))
+        causal = self.one("in-block causality", *places)
         if causal is not None:
-            return [bool(causal)] * len(layer_types)
+            _require(
+                isinstance(causal, bool), f"in-block causality must be true or false for all layers, got {causal!r}."
+            )
+            return [causal] * len(layer_types)
         _require(
             not self.nested.get("use_swa") and not self.top.get("use_swa"),
             "`use_swa` without `dflash_config.causal`: producers disagree on whether the block is causal then. State it.",
@@ -375,18 +412,39 @@ def _checked_rope(rope) -> dict:
         f"`rope_parameters` must state the RoPE base as `rope_theta`, got {rope!r}.",
     )
     rope = dict(rope)
+    if "type" in rope:  # the name of `rope_type` before transformers 4.43
+        older = rope.pop("type")
+        _require(
+            rope.setdefault("rope_type", older) == older, f"`rope_parameters` states two types: {rope}, {older!r}."
+        )
+    _require(
+        "rope_type" in rope or set(rope) <= {"rope_theta", "partial_rotary_factor"},
+        f"`rope_parameters` scales RoPE but has no `rope_type`: {rope}.",
+    )
     rope_type = rope.setdefault("rope_type", "default")
     _require(
         rope_type in STATIC_ROPE_TYPES,
         f"`rope_parameters` has rope_type {rope_type!r}; a drafter needs a static one, of {list(STATIC_ROPE_TYPES)}.",
     )
-    partial = rope.get("partial_rotary_factor", 1.0)
-    _require(partial == 1.0, f"`partial_rotary_factor` is {partial}; partial rotary embeddings are not supported.")
+    for name in ("rope_theta", *STATIC_ROPE_TYPES[rope_type]):
+        _positive_number(rope.get(name), f"`{name}` of `rope_parameters` ({rope_type})")
+    partial = rope.pop("partial_rotary_factor", None)
+    _require(
+        partial in (None, 1.0), f"`partial_rotary_factor` is {partial}; partial rotary embeddings are not supported."
+    )
     return rope
 
 
 def _is_int(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _positive_number(value, what: str):
+    _require(_is_number(value) and value > 0, f"{what} must be a positive number, got {value!r}.")
 
 
 def _positive(value, name: str) -> int:

@@ -9,6 +9,7 @@ Legend of shapes: n drafted tokens of a round, V vocabulary, H hidden, T tapped 
 
 import functools
 import inspect
+from pathlib import Path
 
 import torch
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
@@ -20,14 +21,17 @@ from transformers.generation import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
+from transformers.utils import cached_file
 
 from .choice_dflash import GumbelNoise, TargetChoice
+from .hub_dflash import CUSTOM_GENERATE_MARK
 from .statistics_dflash import Speculation
 from .target_dflash import (
     CACHE,
-    RopeBoundary,
+    PassLimits,
     RoundInputs,
     check_pair,
+    device_of,
     embedding_rows,
     raw_embeddings,
     tap_request,
@@ -56,15 +60,21 @@ def install_generate_hook():
         if getattr(getattr(assistant, "config", None), "model_type", None) != "dflash":
             return original(self, *args, **kwargs)
         call = dict(zip(names, args)) | kwargs
-        # A repository's `custom_generate` (ours hands over to the drafter, which comes back here) and transformers' own
-        # DFlash route are asked for by name.
-        if isinstance(call.get("custom_generate"), str) or _native_route(self, call):
+        # Asked for by name: transformers' own DFlash route, and our `custom_generate`, which comes back here without it.
+        if _native_route(self, call) or _is_our_custom_generate(call.get("custom_generate")):
             return original(self, *args, **kwargs)
         call.pop("assistant_model")
         return assistant.assisted_generate(self, original, **call)
 
     generate._dflash_hook = True
     GenerationMixin.generate = generate
+
+
+def _is_our_custom_generate(custom_generate) -> bool:
+    if not isinstance(custom_generate, str):
+        return False
+    path = cached_file(custom_generate, "custom_generate/generate.py", _raise_exceptions_for_missing_entries=False)
+    return path is not None and CUSTOM_GENERATE_MARK in Path(path).read_text(encoding="utf-8")
 
 
 def _native_route(target: PreTrainedModel, call: dict) -> bool:
@@ -97,17 +107,19 @@ def assisted_generate(drafter, target: PreTrainedModel, generate, call: dict):
     call = {name: value for name, value in call.items() if name != "num_assistant_tokens"}
 
     # Given a callable, `generate` drops the tokenizer before it builds the stop strings' criterion: build it here.
-    if resolved.stop_strings is not None:
+    own = call.get("stopping_criteria") or []
+    if resolved.stop_strings is not None and not any(type(criterion) is StopStringCriteria for criterion in own):
         if call.get("tokenizer") is None:
             raise ValueError("`stop_strings` needs the target's tokenizer: pass `tokenizer=` to `generate` as well.")
         criterion = StopStringCriteria(stop_strings=resolved.stop_strings, tokenizer=call["tokenizer"])
-        call["stopping_criteria"] = StoppingCriteriaList([*(call.get("stopping_criteria") or []), criterion])
+        call["stopping_criteria"] = StoppingCriteriaList([*own, criterion])
+    if resolved.stop_strings is not None:
         call["stop_strings"] = None
 
     def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
         return decode(
             model,
-            DFlashCandidateGenerator(drafter, model, num_draft_tokens, stopping_criteria.max_length),
+            DFlashCandidateGenerator(drafter, model, num_draft_tokens),
             input_ids,
             logits_processor,
             stopping_criteria,
@@ -162,7 +174,7 @@ _UNSUPPORTED_ARGUMENTS = (
 
 def _refuse_unsupported(target, resolved: GenerationConfig, model_kwargs: dict, call: dict):
     for name in _UNSUPPORTED_ARGUMENTS:
-        if call.get(name):
+        if call.get(name) is not None and call[name] is not False:
             raise ValueError(f"`{name}` is not supported together with a DFlash drafter as `assistant_model`.")
     settings = resolved.to_dict()
     for name, neutral in _UNSUPPORTED_FIELDS.items():
@@ -177,7 +189,7 @@ def _refuse_unsupported(target, resolved: GenerationConfig, model_kwargs: dict, 
         )
     if getattr(target.config, "is_decoder", True) is False:
         raise ValueError(f"{type(target).__name__} is not set up as a decoder: its config says `is_decoder=False`.")
-    for name in ("cache", "past_key_values"):
+    for name in ("cache", "past_key_values", "cache_params"):
         if model_kwargs.get(name) is not None:
             raise ValueError(f"a cache object passed as `{name}` is not supported together with a DFlash drafter yet.")
     if model_kwargs.get("inputs_embeds") is not None:
@@ -267,7 +279,7 @@ def decode(
     speculation.target_passes += 1
     cache = _recording(outputs, target)
     inputs = RoundInputs(input_ids, model_kwargs)
-    boundary = RopeBoundary(target)
+    limits = PassLimits(target)
     logits = outputs.logits[:, -1].to(device=input_ids.device, dtype=torch.float32, copy=True)  # (1, V)
     context = tapped(outputs.hidden_states, target, candidates.target_layer_ids)
     del outputs  # the logits of a whole prompt can be large
@@ -277,8 +289,8 @@ def decode(
         while not ended:
             # Draft; the target itself adds one token, so at most one less than what is left.
             length = text.length
-            num_draft = min(candidates.num_draft_tokens, stop.max_length - length - 1)
-            num_draft = boundary.most_drafts(length - 1 - inputs.num_padding, num_draft)
+            position = length - 1 - inputs.offset
+            num_draft = limits.most_drafts(position, min(candidates.num_draft_tokens, stop.budget - length - 1))
             text.reserve(num_draft + 1)
             drafts = text.ids[0, length:length]
             if num_draft > 0:
@@ -318,7 +330,10 @@ def decode(
             cache.crop(added - (num_draft + 1))
             states = tapped(outputs.hidden_states, target, candidates.target_layer_ids)
             states = [layer[:, layer.shape[1] - num_draft - 1 :][:, :added] for layer in states]
-            context = [torch.cat(pair, dim=1) for pair in zip(context, states)] if context else states
+            if limits.past_drafting(position):
+                context = []
+            else:
+                context = [torch.cat(pair, dim=1) for pair in zip(context, states)] if context else states
             del outputs, logits
 
     if streamer is not None:
@@ -383,7 +398,7 @@ def verify(choice: TargetChoice, ids: torch.Tensor, start: int, drafts: torch.Te
             token, ok = torch.cat(choice.choose(row, start + i)).tolist()
         if not ok:
             raise ValueError(
-                f"no token is possible at position {start + i}: all of its processed scores are -inf or nan."
+                f"no token is possible at position {start + i}: its processed scores hold a nan, or nothing but -inf."
             )
         was_drafted = i < num_draft and token == drafted[i]
         if not was_drafted:
@@ -422,7 +437,9 @@ class Stop:
     """Whether the text ends, asked once per emitted token and in order, as in plain `generate`."""
 
     def __init__(self, criteria: StoppingCriteriaList):
-        self.max_length = criteria.max_length
+        lengths = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
+        self.budget = min(lengths)  # the text is not longer, whatever a subclass makes of its length
+        self.max_length = min((c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=float("inf"))
         self.eos = {token for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.tolist()}
         # End tokens and length are decided on the host; anything else may keep state, and is called.
         self.others = StoppingCriteriaList(c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria))
@@ -498,6 +515,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """
         device = self.drafter.device
         embedding = self.target.get_input_embeddings()
+        anchor = anchor.to(device_of(embedding, context[-1].device))
         if self.mask_embeds is None:
             mask_ids = anchor.new_full((1, self.block_size - 1), self.drafter.config.mask_token_id)
             self.mask_embeds = raw_embeddings(embedding, mask_ids).to(device)
@@ -522,13 +540,11 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.cache.crop(-self.block_size)
 
         hidden = hidden[:, 1 : num_draft + 1]  # slot 0 is the anchor's own
-        hidden = hidden.to(self._head_device(context[-1].device), context[-1].dtype)
-        # A head can be padded beyond the tokens that the target can embed.
-        return self.drafter.draft_logits(hidden, self.head)[0, :, : self.vocab_rows]
-
-    def _head_device(self, otherwise: torch.device) -> torch.device:
-        tensors = [*self.head.parameters(), *self.head.buffers()]
-        return tensors[0].device if tensors and not tensors[0].is_meta else otherwise  # meta: brought in by a hook
+        hidden = hidden.to(device_of(self.head, context[-1].device), context[-1].dtype)
+        logits = self.drafter.draft_logits(hidden, self.head)[0]
+        if logits.shape[-1] > self.vocab_rows:  # a head padded beyond the tokens that the target can embed
+            logits[:, self.vocab_rows :] = -torch.inf
+        return logits
 
     def get_candidates(self, input_ids, model_kwargs=None, model_outputs=None, is_first_iteration=False, **kwargs):
         """Candidates for transformers' loop: (1, length + n) ids, and None for the logits, so that the target chooses."""

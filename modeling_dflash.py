@@ -9,6 +9,7 @@ H hidden, T tapped layers, D head size, W window.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -30,6 +31,18 @@ from transformers.utils.output_capturing import capture_outputs
 from .configuration_dflash import DFlashConfig
 from .generation_dflash import assisted_generate, install_generate_hook
 from .hub_dflash import write_hub_files
+
+# What `save_pretrained(..., push_to_hub=True)` takes for the upload.
+PUSH_ARGUMENTS = (
+    "repo_id",
+    "commit_message",
+    "commit_description",
+    "private",
+    "token",
+    "revision",
+    "create_pr",
+    "tags",
+)
 
 
 @dataclass
@@ -310,9 +323,16 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, **kwargs):
         """Write a complete Hub folder: config, weights, code, `custom_generate/` and, where there is none, a card."""
+        # The upload comes last: made inside transformers' method it would miss what is written here.
+        push = (
+            {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs} if kwargs.get("push_to_hub") else {}
+        )
+        push_to_hub = kwargs.pop("push_to_hub", False)
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         if is_main_process:
             write_hub_files(save_directory, self.config)
+        if push_to_hub:
+            self.push_to_hub(push.pop("repo_id", Path(save_directory).name), **push)
 
     def __getattr__(self, name):
         # Not a method: transformers takes a class with `generate` for one that writes text.

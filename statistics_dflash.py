@@ -22,10 +22,10 @@ class Speculation:
     target_passes: int = 0
     drafter_passes: int = 0
 
-    def add_round(self, drafted: int, accepted: int, added: int, row: int = 0):
-        self.drafted[row].append(drafted)
-        self.accepted[row].append(accepted)
-        self.acceptance_lengths[row].append(added)
+    def add_round(self, drafted: int, accepted: int, added: int):
+        self.drafted[0].append(drafted)
+        self.accepted[0].append(accepted)
+        self.acceptance_lengths[0].append(added)
 
     @property
     def tau(self) -> float:

@@ -56,6 +56,12 @@ def embedding_width(target: PreTrainedModel) -> int:
     return getattr(embedding, "embedding_dim", target.config.get_text_config(decoder=True).hidden_size)
 
 
+def device_of(module: nn.Module, otherwise: torch.device) -> torch.device:
+    """Where a module's tensors are; `otherwise` where it has none, or a hook brings them in for a call."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return tensors[0].device if tensors and not tensors[0].is_meta else otherwise
+
+
 def raw_embeddings(embedding: nn.Module, ids: torch.LongTensor) -> torch.Tensor:
     """The target's embeddings of `ids` as stored: drafters are trained on them before the target scales or norms them."""
     if hasattr(embedding, "embed_scale") or hasattr(embedding, "embed_norm"):
@@ -101,8 +107,11 @@ class RoundInputs:
     def __init__(self, input_ids: torch.LongTensor, model_kwargs: dict):
         self.fixed = {name: value for name, value in model_kwargs.items() if name not in self.PER_TOKEN}
         self.grown = {name: model_kwargs[name] for name in self.PER_TOKEN if model_kwargs.get(name) is not None}
-        mask = self.grown.get("attention_mask")
+        mask, positions = self.grown.get("attention_mask"), self.grown.get("position_ids")
         self.num_padding = 0 if mask is None else int((mask == 0).sum())
+        last = input_ids.shape[1] - 1
+        # The caller may count positions from anywhere; a text token's index in the row is ahead of its position by this.
+        self.offset = self.num_padding if positions is None else last - int(positions[..., -1].max())
 
     def upto(self, length: int, cache) -> dict:
         """Keyword arguments for a row of `length` tokens, of which the target takes those that its cache lacks."""
@@ -130,25 +139,28 @@ class RoundInputs:
         return self.grown["attention_mask"][:, :length] if self.num_padding else None
 
 
-class RopeBoundary:
-    """Where a target's RoPE depends on the largest position of a pass, no pass may lie on both sides of the boundary.
+class PassLimits:
+    """Positions that a pass of several tokens may not cross; plain decoding crosses them with a pass of one token.
 
-    LongRoPE takes other factors for a whole pass that goes beyond it; dynamic NTK takes another base for every length
-    beyond it. Plain decoding crosses with a pass of one token; so do we.
+    - The end of the position table, where a target has one: a draft may reach past it although the text ends before.
+    - LongRoPE takes other factors for a whole pass that reaches beyond its original length.
+    - Dynamic NTK takes another base for every length beyond it, so nothing is drafted there.
     """
 
     def __init__(self, target: PreTrainedModel):
         config = target.config.get_text_config(decoder=True)
+        table = getattr(config, "max_position_embeddings", None)
         rope = getattr(config, "rope_parameters", None) or {}
         ropes = [value for value in rope.values() if isinstance(value, dict)] or [rope]
-        long = [r["original_max_position_embeddings"] for r in ropes if r.get("rope_type") == "longrope"]
-        self.dynamic = [config.max_position_embeddings for r in ropes if "dynamic" in (r.get("rope_type") or "")]
-        self.positions = min([*long, *self.dynamic], default=None)
+        self.limits = [r["original_max_position_embeddings"] for r in ropes if r.get("rope_type") == "longrope"]
+        self.limits += [table] if isinstance(table, int) else []
+        self.last = table if any("dynamic" in (r.get("rope_type") or "") for r in ropes) else None
 
     def most_drafts(self, position: int, wanted: int) -> int:
         """How many tokens may be verified together with the anchor at `position`."""
-        if self.positions is None:
-            return wanted
-        if position < self.positions:
-            return min(wanted, self.positions - 1 - position)
-        return 0 if self.dynamic else wanted
+        if self.past_drafting(position):
+            return 0
+        return min([wanted, *(limit - 1 - position for limit in self.limits if position < limit)])
+
+    def past_drafting(self, position: int) -> bool:
+        return self.last is not None and position >= self.last

@@ -26,6 +26,11 @@ def new_folder(destination: str | Path, force: bool = False):
         yield filling
         if destination.exists():
             destination.rename(beside / "old")
-        filling.rename(destination)
+        try:
+            filling.rename(destination)
+        except OSError:
+            if (beside / "old").exists():
+                (beside / "old").rename(destination)
+            raise
     finally:
         shutil.rmtree(beside, ignore_errors=True)

@@ -369,47 +369,55 @@ def check_borrowed(target: str, skeleton, revision: str | None) -> list[str]:
 
 def _in_files(name: str, files: dict[str, str]) -> str | None:
     """The file's name of a tensor: prefixes differ between a model's modules and older checkpoints of it."""
-    tail = ".".join(name.split(".")[-2:])
-    found = [entry for entry in files if entry == name] or [entry for entry in files if entry.endswith(tail)]
-    return found[0] if found else None
+    tail = "." + ".".join(name.split(".")[-2:])
+    found = [entry for entry in files if entry == name] or [entry for entry in files if f".{entry}".endswith(tail)]
+    return found[0] if len(found) == 1 else None
 
 
 def copy_target_layers(drafter: DFlashDraftModel, target: str, skeleton, depth: int, revision: str | None) -> str:
     """Start the drafter's layers from the target's last ones, and its final norm from the target's.
 
     Raises:
-        ValueError: the target's layers have other shapes or names than a Qwen3-style layer.
+        ValueError: the target's layers are not Qwen3-style layers of the drafter's shapes.
     """
-    files = weight_files(target, revision)
-    embedding = {id(m): n for n, m in skeleton.named_modules()}[id(skeleton.get_input_embeddings())]
-    prefix = embedding.rpartition(".")[0]  # "model" of "model.embed_tokens"
     count = len(drafter.layers)
     if count > depth:
         raise ValueError(f"--from-target-layers: the target has {depth} layers, the drafter wants {count}.")
-    state = drafter.state_dict()
-    copied, kept = 0, set()
-    for name, tensor in state.items():
-        if name.startswith(("fc.", "hidden_norm.")):
-            continue
-        source = name
-        if name.startswith("layers."):
+    if skeleton.config.get_text_config(decoder=True).model_type.startswith("gemma"):
+        raise ValueError("--from-target-layers: a Gemma norm multiplies by 1 + weight, a drafter's by its weight.")
+    files = weight_files(target, revision)
+    embedding = {id(m): n for n, m in skeleton.named_modules()}[id(skeleton.get_input_embeddings())]
+    embedding = _in_files(f"{embedding}.weight", files)
+    if embedding is None:
+        raise ValueError("--from-target-layers: the target has no safetensors files with its embedding in them.")
+    prefix = embedding.removesuffix("weight").rstrip(".").rpartition(".")[0]  # "model" of "model.embed_tokens.weight"
+    wanted = {}
+    for name in drafter.state_dict():
+        if name == "norm.weight":
+            wanted[name] = f"{prefix}.norm.weight"
+        elif name.startswith("layers."):
             _, index, rest = name.split(".", 2)
-            source = f"layers.{depth - count + int(index)}.{rest}"
-        found = _in_files(f"{prefix}.{source}", {n: f for n, f in files.items() if n.endswith(source)})
-        if found is None:
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
-                kept.add("q_norm, k_norm")  # a target without them: ones, as in a fresh model
-                continue
+            wanted[name] = f"{prefix}.layers.{depth - count + int(index)}.{rest}"
+    if strange := sorted(
+        name
+        for layer in range(depth - count, depth)
+        for name in files
+        if name.startswith(f"{prefix}.layers.{layer}.") and name not in wanted.values() and "rotary" not in name
+    ):
+        raise ValueError(
+            f"--from-target-layers: the target's layers hold {strange[0]}, which a drafter has no place for."
+        )
+    kept = [name for name, source in wanted.items() if source not in files]
+    if missing := [name for name in kept if not name.endswith(("q_norm.weight", "k_norm.weight"))]:
+        raise ValueError(f"--from-target-layers: the target's files hold no {wanted[missing[0]]}.")
+    state = drafter.state_dict()
+    for name in wanted.keys() - set(kept):
+        value = read_tensor(target, revision, files, wanted[name])
+        if value.shape != state[name].shape:
             raise ValueError(
-                f"--from-target-layers: the target's files hold no {source}, its layers are of another kind."
+                f"--from-target-layers: {wanted[name]} is {tuple(value.shape)}, the drafter's {name} "
+                f"{tuple(state[name].shape)}."
             )
-        value = read_tensor(target, revision, files, found)
-        if value.shape != tensor.shape:
-            raise ValueError(
-                f"--from-target-layers: {found} is {tuple(value.shape)}, the drafter's {name} {tuple(tensor.shape)}."
-            )
-        tensor.copy_(value)
-        copied += 1
-    return f"{copied} tensors from the target's last {count} layers and final norm" + (
-        f"; fresh: {', '.join(kept)}" if kept else ""
-    )
+        state[name].copy_(value)
+    fresh = "; fresh: q_norm, k_norm" if kept else ""  # ones: the target has none
+    return f"{len(wanted) - len(kept)} tensors from the target's last {count} layers and final norm{fresh}"

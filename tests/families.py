@@ -113,10 +113,10 @@ def drafter_for(target, block_size: int = 5, **overrides) -> DFlashDraftModel:
     return DFlashDraftModel(config).eval()
 
 
-def equal_texts(target, drafter, new_tokens=24, tokens_to_avoid=0, before=lambda: None, **inputs) -> str | None:
+def equal_texts(target, drafter, new_tokens=24, tokens_to_avoid=0, before=lambda: None, eos_token_id=None, **inputs):
     """None where random, half-right and oracle drafts all give plain greedy text with the right counts; else what is wrong."""
     inputs = inputs or {"input_ids": torch.randint(3, VOCAB - 1, (1, 12), generator=torch.Generator().manual_seed(2))}
-    kwargs = {"do_sample": False, "max_new_tokens": new_tokens}
+    kwargs = {"do_sample": False, "max_new_tokens": new_tokens, "eos_token_id": eos_token_id}
     if tokens_to_avoid:  # placeholder tokens of other modalities
         kwargs["suppress_tokens"] = list(range(VOCAB - tokens_to_avoid, VOCAB))
     before()

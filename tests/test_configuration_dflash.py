@@ -42,7 +42,28 @@ FULL, SLIDING = "full_attention", "sliding_attention"
         ({"num_attention_heads": 3}, "multiple of `num_key_value_heads`"),
         ({"hidden_size": 0}, "`hidden_size` must be a positive integer"),
         ({"hidden_size": "32"}, "`hidden_size` must be a positive integer"),
-        ({"final_logit_softcapping": -1.0}, "positive or None"),
+        ({"final_logit_softcapping": -1.0}, "positive number, got -1.0"),
+        ({"final_logit_softcapping": float("inf")}, "positive number, got inf"),
+        ({"output_multiplier": None}, "positive number, got None"),
+        ({"input_embedding_scale": 0}, "positive number, got 0"),
+        ({"rms_norm_eps": -1e-6}, "positive number, got -1e-06"),
+        ({"attention_dropout": 2.0}, r"in \[0, 1\), got 2.0"),
+        ({"hidden_act": "mystery"}, "no activation of transformers"),
+        ({"tie_word_embeddings": True}, "no embeddings to tie"),
+        ({"mask_token_id": 7, "eos_token_id": [3, 7]}, "ends a text"),
+        ({"rope_parameters": {"rope_theta": -5}}, "positive number, got -5"),
+        ({"rope_parameters": {"rope_theta": "10000"}}, "positive number, got '10000'"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear"}}, "`factor` of `rope_parameters`"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 2.0}},
+            "original_max_position_embeddings",
+        ),
+        ({"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}}, "has no `rope_type`"),
+        ({"rope_parameters": {"rope_theta": 1e4, "type": "linear"}}, "`factor` of `rope_parameters`"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "`rope_scaling` belongs into `rope_parameters`"),
+        ({"rope_theta": 5e5}, "`rope_theta` belongs into `rope_parameters`"),
+        ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` belongs into"),
+        ({"num_draft_token": 3}, r"did you mean \['num_draft_tokens'\]"),
         ({"sample_from_anchor": True}, "sample from anchor"),
         ({"attention_sink_bias": True}, "attention sinks"),
         ({"selector_rank": 256}, "path selector of DFlash 2"),
@@ -282,6 +303,12 @@ BASE = READ["Qwen3-8B"]
         ({"dflash_config": BASE["dflash_config"] | {"mystery": 1}}, r"holds \['mystery'\]"),
         ({"layer_types": [SLIDING] * 5, "sliding_window": 64}, "`use_sliding_window` is false"),
         ({"architectures": ["Qwen3DFlashDraftModel"]}, "found .*Qwen3DFlashDraftModel"),
+        ({"is_causal": "false"}, "true or false for all layers, got 'false'"),
+        ({"is_causal": [True, False]}, "true or false for all layers"),
+        ({"partial_rotary_factor": 0.5}, "partial rotary embeddings are not supported"),
+        ({"rope_scaling": {"factor": 4.0}}, "has no `rope_type`"),
+        ({"num_hidden_layers": None}, r"does not state \['num_hidden_layers'\]"),
+        ({"vocab_size": None}, r"does not state \['vocab_size'\]"),
     ),
 )  # fmt: skip
 def test_conflicts_and_gaps_are_errors(change, sentence):
@@ -326,6 +353,30 @@ def test_taps_are_spread_by_the_papers_rule():
         spread_target_layer_ids(6, 5)
     nested = {"mask_token_id": 151669}
     assert DFlashConfig.from_dict(BASE | {"dflash_config": nested}).target_layer_ids == [1, 9, 17, 25, 33]
+
+
+def test_our_own_word_for_causality_is_kept_beside_z_labs_spelling():
+    assert DFlashConfig.from_dict(BASE | {"block_causal": [True] * 5}).block_causal == [True] * 5
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    (
+        ({"target_layer_ids": [0, 1, 3]}, "last layer"),
+        ({"mask_token_id": 500}, "row of the target's embedding"),
+        ({"block_causal": ["x", "y"]}, "one bool"),
+        ({"block_size": 3}, r"in \[1, 2\]"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic"}}, "needs a static one"),
+    ),
+)
+def test_overrides_while_loading_are_checked_too(override, sentence, tmp_path):
+    from conftest import tiny_drafter
+    from dflash_hub import DFlashDraftModel
+
+    tiny_drafter().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=sentence):
+        DFlashDraftModel.from_pretrained(tmp_path, **override)
+    assert DFlashDraftModel.from_pretrained(tmp_path, block_size=3, num_draft_tokens=2).config.block_size == 3
 
 
 def test_our_own_spelling_is_left_alone():

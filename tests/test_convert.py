@@ -95,6 +95,25 @@ def test_nothing_is_overwritten_or_left_half_written(ours, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "precious", "there"]
 
 
+def test_a_failed_replacement_leaves_the_old_folder(monkeypatch, tmp_path):
+    from pathlib import Path
+
+    destination = tmp_path / "there"
+    destination.mkdir()
+    (destination / "config.json").write_text("old")
+    rename = Path.rename
+
+    def fails(self, target):
+        if self.name == "new":
+            raise OSError("disk full")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(OSError, match="disk full"), new_folder(destination, force=True) as folder:
+        (folder / "config.json").write_text("new")
+    assert (destination / "config.json").read_text() == "old"
+
+
 @pytest.mark.parametrize(
     ("break_it", "sentence"),
     (
@@ -130,7 +149,8 @@ def test_the_root_checkpoint_is_the_imported_fixture(fixture_folder):
     assert set(ours) == set(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_push_to_hub_uploads_a_complete_folder(monkeypatch, tmp_path):
+@pytest.mark.parametrize("how", ("push_to_hub", "save_pretrained"))
+def test_push_to_hub_uploads_a_complete_folder(how, monkeypatch, tmp_path):
     import huggingface_hub
     import transformers.utils.hub as hub
 
@@ -147,7 +167,10 @@ def test_push_to_hub_uploads_a_complete_folder(monkeypatch, tmp_path):
             if hasattr(owner, name):
                 monkeypatch.setattr(owner, name, value)
     monkeypatch.setattr(huggingface_hub.HfApi, "create_branch", lambda *a, **k: None)
-    tiny_drafter().push_to_hub("org/drafter", private=True)
+    if how == "push_to_hub":
+        tiny_drafter().push_to_hub("org/drafter", private=True)
+    else:
+        tiny_drafter().save_pretrained(tmp_path / "d", push_to_hub=True, repo_id="org/drafter", private=True)
     code = [
         f"{name}_dflash.py"
         for name in ("choice", "configuration", "generation", "hub", "modeling", "statistics", "target")

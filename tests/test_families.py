@@ -85,6 +85,25 @@ def test_no_pass_straddles_a_rope_boundary(family, overrides, prompt_length):
         assert max(drafted) == (0 if overrides is DYNAMIC else 4)
 
 
+@pytest.mark.parametrize(("family", "overrides"), (("llama", DYNAMIC), ("llama", LONG)))
+def test_a_boundary_is_met_by_position_not_by_length(family, overrides):
+    """The caller may count positions from anywhere."""
+    target, drafter = tiny_family(family, **overrides)
+    inputs = {"input_ids": prompt_of(20), "position_ids": torch.arange(11, 31)[None]}
+    inputs["before"] = lambda: target(torch.tensor([[5]]))
+    assert equal_texts(target, drafter, new_tokens=20, **inputs) is None
+
+
+@pytest.mark.parametrize("family", ("gpt2", "opt", "gptj"))
+def test_a_draft_does_not_reach_past_the_position_table(family):
+    """The text ends inside the table although more was allowed: so it does with a drafter."""
+    target, drafter = tiny_family(family)
+    ids = prompt_of(250)
+    plain = target.generate(ids, max_new_tokens=6, do_sample=False)
+    end = int(plain[0, -2])
+    assert equal_texts(target, drafter, input_ids=ids, new_tokens=60, eos_token_id=end) is None
+
+
 # ------------------------------------------------------------------------------------------------- multimodal
 
 

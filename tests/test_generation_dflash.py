@@ -137,15 +137,16 @@ def test_a_head_without_dense_weight_is_called_not_read(drafts_of):
     assert torch.equal(greedy(target, ids, assistant_model=drafter, max_new_tokens=20), plain)
 
 
-def test_a_head_wider_than_the_embedding_proposes_embeddable_tokens_only():
+@pytest.mark.parametrize("kwargs", ({}, {"do_sample": True, "top_k": 1}, {"sequence_bias": [[[20], 4.0]]}))
+def test_a_head_wider_than_the_embedding_proposes_embeddable_tokens_only(kwargs):
     target, drafter, ids = tiny_target("llama", tie_word_embeddings=False), tiny_drafter(), prompt_of(10)
     with torch.no_grad():
         wide = torch.nn.Linear(32, VOCAB + 3, bias=False)
         wide.weight[:VOCAB] = target.lm_head.weight
         wide.weight[VOCAB:] = 0
         target.lm_head = wide
-    text = greedy(target, ids, assistant_model=drafter, max_new_tokens=20)
-    assert torch.equal(text, greedy(target, ids, max_new_tokens=20))
+    text = target.generate(ids, assistant_model=drafter, max_new_tokens=20, **kwargs)
+    assert torch.equal(text, target.generate(ids, max_new_tokens=20, **kwargs))
 
 
 # ------------------------------------------------------------------------------------------------- stops and lengths
@@ -216,6 +217,31 @@ def test_stop_strings(drafts_of, smollm2_path):
     assert torch.equal(text, expected) and text.shape[1] < 30
     with pytest.raises(ValueError, match="pass `tokenizer=`"):
         greedy(target, ids, assistant_model=drafter, stop_strings=[stop])
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_the_smallest_of_several_length_limits_counts(kind, drafts_of):
+    target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
+    criteria = StoppingCriteriaList([transformers.MaxLengthCriteria(30), transformers.MaxLengthCriteria(15)])
+    plain = greedy(target, ids, max_new_tokens=25, stopping_criteria=criteria)
+    drafts_of(kind, plain)
+    text = greedy(target, ids, max_new_tokens=25, stopping_criteria=criteria, assistant_model=drafter)
+    assert torch.equal(text, plain) and text.shape[1] == 15
+
+
+def test_a_callers_own_stop_string_criterion_replaces_ours(drafts_of, smollm2_path):
+    from transformers.generation import StopStringCriteria
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_path)
+    target = tiny_target("llama", vocab_size=49152)
+    drafter, ids = tiny_drafter(vocab_size=49152), prompt_of(10)
+    longest = greedy(target, ids, max_new_tokens=20)
+    drafts_of("oracle", longest)
+    early, late = tokenizer.decode(longest[0, 13]), tokenizer.decode(longest[0, 18])
+    kwargs = {"max_new_tokens": 20, "stop_strings": [early], "tokenizer": tokenizer}
+    kwargs["stopping_criteria"] = StoppingCriteriaList([StopStringCriteria(tokenizer, [late])])
+    plain = greedy(target, ids, **kwargs)
+    assert torch.equal(greedy(target, ids, assistant_model=drafter, **kwargs), plain) and plain.shape[1] > 14
 
 
 # ------------------------------------------------------------------------------------------------- processors and results
@@ -537,6 +563,7 @@ def test_an_exception_in_the_middle_leaves_both_usable():
         ({"output_attentions": True}, "`output_attentions=True`"),
         ({"custom_generate": lambda *a, **k: None}, "`custom_generate` is not supported"),
         ({"synced_gpus": True}, "`synced_gpus` is not supported"),
+        ({"negative_prompt_ids": torch.zeros(1, 3, dtype=torch.long)}, "`negative_prompt_ids` is not supported"),
         ({CACHE: transformers.DynamicCache()}, "cache object"),
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, "`inputs_embeds`"),
     ),
@@ -546,6 +573,15 @@ def test_unsupported_calls_are_refused_by_name_before_any_pass(kwargs, sentence,
     monkeypatch.setattr(type(target), "forward", lambda *args, **kwargs: pytest.fail("a pass was made"))
     with pytest.raises(ValueError, match=sentence):
         target.generate(prompt_of(5), assistant_model=drafter, **kwargs)
+
+
+def test_a_foreign_custom_generate_is_refused_beside_a_drafter(tmp_path):
+    (tmp_path / "custom_generate").mkdir()
+    (tmp_path / "custom_generate" / "generate.py").write_text("def generate(model, **kwargs):\n    return 'foreign'\n")
+    with pytest.raises(ValueError, match="`custom_generate` is not supported"):
+        tiny_target("llama").generate(
+            prompt_of(5), assistant_model=tiny_drafter(), custom_generate=str(tmp_path), trust_remote_code=True
+        )
 
 
 def test_a_batch_is_refused_by_name():

@@ -60,7 +60,7 @@ def test_command_line(tmp_path):
     save_target(tmp_path / "target")
     dry = dflash_hub("init", "--target", "target", "--dry-run", cwd=tmp_path)
     assert dry.returncode == 0, dry.stderr
-    assert "mask token 90: the first of 7 embedding rows past the tokenizer" in dry.stdout
+    assert "mask token 90: the first of 7 free embedding rows past the tokenizer" in dry.stdout
     assert '"block_size": 16' in dry.stdout and "M parameters" in dry.stdout
     assert sorted(p.name for p in tmp_path.iterdir()) == ["target"]
 
@@ -88,6 +88,7 @@ def test_command_line(tmp_path):
 
 def test_mask_token_past_the_tokenizer():
     assert choose_mask_token(tiny_tokenizer(90), 97, None, set())[0] == 90
+    assert choose_mask_token(tiny_tokenizer(90), 97, None, {90, 91})[0] == 92
 
 
 def test_mask_token_reserved_before_other_special_tokens():
@@ -241,9 +242,32 @@ def test_from_target_layers(family, tmp_path):
     assert ("fresh: q_norm, k_norm" in " ".join(plan.reasons)) == (family == "llama")
 
 
+def test_tensors_are_found_by_their_whole_name(tmp_path):
+    """Behind another prefix the drafter gets the same tensors, or nothing: never another layer's norm."""
+    target = save_target(tmp_path / "t", "qwen3")
+    tensors = load_file(tmp_path / "t" / "model.safetensors")
+    renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "t" / "model.safetensors", metadata={"format": "pt"})
+    init_drafter(str(tmp_path / "t"), tmp_path / "d", layers=2, block_size=4, from_target_layers=True)
+    drafter = load_file(tmp_path / "d" / "model.safetensors")
+    assert torch.equal(drafter["norm.weight"], target.model.norm.weight)
+    assert torch.equal(drafter["layers.0.mlp.up_proj.weight"], target.model.layers[6].mlp.up_proj.weight)
+
+
+@pytest.mark.parametrize(
+    ("family", "sentence"),
+    (("gemma2", "a Gemma norm multiplies by 1"), ("qwen2", "q_proj.bias, which a drafter has no place")),
+)
+def test_layers_of_another_kind_are_not_copied(family, sentence, tmp_path):
+    save_target(tmp_path / "t", family, **({"head_dim": 8} if family == "gemma2" else {}))
+    with pytest.raises(ValueError, match=sentence):
+        init_drafter(str(tmp_path / "t"), tmp_path / "d", layers=2, from_target_layers=True)
+    assert not (tmp_path / "d").exists()
+
+
 def test_layers_of_another_shape_are_not_copied(tmp_path):
     save_target(tmp_path / "t", "qwen3_moe")
-    with pytest.raises(ValueError, match="hold no layers.6.mlp.gate_proj.weight"):
+    with pytest.raises(ValueError, match="layers hold model.layers.6.mlp.[a-z_]+.*, which a drafter has no place for"):
         init_drafter(str(tmp_path / "t"), tmp_path / "d", layers=2, from_target_layers=True)
     assert not (tmp_path / "d").exists()
 
