@@ -77,7 +77,7 @@ def init(
     typer.echo(f"{plan.parameters / 1e6:.1f} M parameters, {plan.parameters * 2 / 1e6:.1f} MB in bfloat16")
     if output:
         typer.echo(
-            f'wrote {output}\nnext: AutoModel.from_pretrained("{output}", trust_remote_code=True), then train it'
+            f'wrote {output}\nnext: AutoModel.from_pretrained("{output}", trust_remote_code=True); it drafts badly until it is trained'
         )
 
 

@@ -257,12 +257,9 @@ def choose_mask_token(tokenizer, rows: int, wanted: str | None, taken: set[int])
         if mask_id in taken:
             raise ValueError(f"--mask-token {wanted} ({known.get(mask_id)!r}) already means something to the target.")
         return mask_id, f"mask token {mask_id} ({known.get(mask_id, 'no token')}): as given"
-    first_free = max(known) + 1
-    if first_free < rows:
-        return (
-            first_free,
-            f"mask token {first_free}: the first of {rows - first_free} embedding rows past the tokenizer",
-        )
+    past = [row for row in range(max(known) + 1, rows) if row not in taken]
+    if past:
+        return past[0], f"mask token {past[0]}: the first of {len(past)} free embedding rows past the tokenizer"
 
     template = (
         tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else str(tokenizer.chat_template or "")

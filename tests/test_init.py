@@ -256,7 +256,7 @@ def test_tensors_are_found_by_their_whole_name(tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "sentence"),
-    (("gemma2", "a Gemma norm multiplies by 1"), ("qwen2", "q_proj.bias, which a drafter has no place")),
+    (("gemma2", "a Gemma norm multiplies by 1"), ("qwen2", "k_proj.bias, which a drafter has no place")),
 )
 def test_layers_of_another_kind_are_not_copied(family, sentence, tmp_path):
     save_target(tmp_path / "t", family, **({"head_dim": 8} if family == "gemma2" else {}))
