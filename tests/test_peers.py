@@ -47,3 +47,18 @@ def test_z_labs_package_makes_the_same_rounds(zlab_folder, fixture_folder, smoll
         assert text[0, len(prompt_ids) :].tolist() == row["output_ids"]
         assert drafter.last_speculation.acceptance_lengths[0][:-1] == row["rounds"][:-1]
         assert drafter.last_speculation.num_accepted > 0
+
+
+def test_the_bench_measures_z_labs_package(smollm2_path, tmp_path):
+    if not PEERS.exists():
+        pytest.skip(f"z-lab's package is not installed at {PEERS}; run `make peers`")
+    from dflash_hub.benchmark.bench import Bench, read_records, run_bench
+
+    bench = Bench(smollm2_path, str(ROOT), None, "float32", 24, 0.0, None)
+    prompts = str(ROOT / "benchmark" / "demo_prompts.jsonl")
+    run_bench(tmp_path / "run", bench, ["plain", "ours", "zlab"], [prompts], 2, None, 0, "the test")
+    records = {(r["method"], r["id"]): r for r in read_records(tmp_path / "run")}
+    for row_id in ("demo-0", "demo-1"):
+        assert records["zlab", row_id]["same_text"] is True
+        assert records["zlab", row_id]["rounds"][:-1] == records["ours", row_id]["rounds"][:-1]
+        assert records["zlab", row_id]["seconds"] > 0
