@@ -290,7 +290,7 @@ def decode(
             # Draft; the target itself adds one token, so at most one less than what is left.
             length = text.length
             position = length - 1 - inputs.offset
-            num_draft = limits.most_drafts(position, min(candidates.num_draft_tokens, stop.budget - length - 1))
+            num_draft = limits.most_drafts(position, min(candidates.num_draft_tokens, max(stop.budget - length - 1, 0)))
             text.reserve(num_draft + 1)
             drafts = text.ids[0, length:length]
             if num_draft > 0:

@@ -7,6 +7,7 @@ import torch
 import transformers
 from dflash_hub import DFlashConfig, DFlashDraftModel
 from dflash_hub.generation_dflash import DFlashCandidateGenerator
+from families import drafting
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
@@ -96,30 +97,12 @@ def prompt_of(length: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.fixture
 def drafts_of(monkeypatch):
-    """Make every drafter propose a known text: `drafts_of(kind, text)`.
-
-    The drafter still runs, so that its inputs and its cache are exercised; only its logits are replaced: by the text's
-    tokens (oracle), by about half of them (half-right), or not at all (random).
-    """
+    """Make every drafter propose a known text: `drafts_of(kind, text)`, see `families.drafting`."""
+    run_drafter = DFlashCandidateGenerator.draft_logits
 
     def replace(kind: str, text: torch.Tensor | None = None):
-        run_drafter = original
+        monkeypatch.setattr(DFlashCandidateGenerator, "draft_logits", drafting(kind, text, run_drafter))
 
-        def draft_logits(self, anchor, context, num_draft, attention_mask=None):
-            logits = run_drafter(self, anchor, context, num_draft, attention_mask)
-            anchor_index = self.cache.get_seq_length()
-            if kind == "random":
-                return logits
-            for slot in range(num_draft):
-                index = anchor_index + 1 + slot
-                right = int(text[0, index]) if index < text.shape[1] else 0
-                wrong = kind == "half-right" and index % 2 == 1 and index % 5 != 0
-                logits[slot, (right + 1) % logits.shape[-1] if wrong else right] = 1e4
-            return logits
-
-        monkeypatch.setattr(DFlashCandidateGenerator, "draft_logits", draft_logits)
-
-    original = DFlashCandidateGenerator.draft_logits
     return replace
 
 

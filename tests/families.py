@@ -113,6 +113,25 @@ def drafter_for(target, block_size: int = 5, **overrides) -> DFlashDraftModel:
     return DFlashDraftModel(config).eval()
 
 
+def drafting(kind: str, text: torch.Tensor | None, run_drafter):
+    """`draft_logits` of a drafter of known accuracy: random, half-right or oracle about `text`.
+
+    The drafter still runs, so that its inputs and its cache are exercised; only its logits are replaced: by the text's
+    tokens (oracle), by about half of them (half-right), or not at all (random).
+    """
+
+    def draft_logits(self, anchor, context, num_draft, attention_mask=None):
+        logits = run_drafter(self, anchor, context, num_draft, attention_mask)
+        first = self.cache.get_seq_length() + 1
+        for index in range(first, first + num_draft if kind != "random" else first):
+            right = int(text[0, index]) if index < text.shape[1] else 0
+            wrong = kind == "half-right" and index % 2 == 1 and index % 5 != 0
+            logits[index - first, (right + 1) % logits.shape[-1] if wrong else right] = 1e4
+        return logits
+
+    return draft_logits
+
+
 def equal_texts(target, drafter, new_tokens=24, tokens_to_avoid=0, before=lambda: None, eos_token_id=None, **inputs):
     """None where random, half-right and oracle drafts all give plain greedy text with the right counts; else what is wrong."""
     inputs = inputs or {"input_ids": torch.randint(3, VOCAB - 1, (1, 12), generator=torch.Generator().manual_seed(2))}
@@ -121,25 +140,14 @@ def equal_texts(target, drafter, new_tokens=24, tokens_to_avoid=0, before=lambda
         kwargs["suppress_tokens"] = list(range(VOCAB - tokens_to_avoid, VOCAB))
     before()
     plain = target.generate(**inputs, **kwargs)
-    run = DFlashCandidateGenerator.draft_logits
+    run_drafter = DFlashCandidateGenerator.draft_logits
     for kind in ("random", "half-right", "oracle"):
-
-        def draft_logits(self, anchor, context, num_draft, attention_mask=None, kind=kind):
-            logits = run(self, anchor, context, num_draft, attention_mask)
-            anchor_index = self.cache.get_seq_length()
-            for slot in range(num_draft if kind != "random" else 0):
-                index = anchor_index + 1 + slot
-                right = int(plain[0, index]) if index < plain.shape[1] else 3
-                wrong = kind == "half-right" and index % 2 == 1 and index % 5 != 0
-                logits[slot, (right + 1) % logits.shape[-1] if wrong else right] = 1e4
-            return logits
-
-        DFlashCandidateGenerator.draft_logits = draft_logits
+        DFlashCandidateGenerator.draft_logits = drafting(kind, plain, run_drafter)
         try:
             before()
             text = target.generate(**inputs, **kwargs, assistant_model=drafter)
         finally:
-            DFlashCandidateGenerator.draft_logits = run
+            DFlashCandidateGenerator.draft_logits = run_drafter
         speculation = drafter.last_speculation
         if not torch.equal(text, plain):
             return f"another text with a {kind} drafter"
