@@ -156,7 +156,9 @@ def bench(
         from .benchmark.server import Server, measure_server
 
         sets = [load_prompts(source, count, choice_seed) for source in sources]
-        levels = [int(level) for level in concurrency.split(",")]
+        levels = [int(level) for level in concurrency.split(",") if level.isdigit() and int(level) > 0]
+        if len(levels) != len(concurrency.split(",")):
+            raise ValueError(f"--concurrency {concurrency!r} is no list of positive numbers; write it as 1,2,4.")
         typer.echo(measure_server(output, Server(server, model), sets, levels, max_new_tokens, temperature, command))
         return
     from .benchmark.bench import Bench, run_bench

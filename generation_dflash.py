@@ -107,14 +107,16 @@ def assisted_generate(drafter, target: PreTrainedModel, generate, call: dict):
     call = {name: value for name, value in call.items() if name != "num_assistant_tokens"}
 
     # Given a callable, `generate` drops the tokenizer before it builds the stop strings' criterion: build it here.
-    own = call.get("stopping_criteria") or []
-    if resolved.stop_strings is not None and not any(type(criterion) is StopStringCriteria for criterion in own):
-        if call.get("tokenizer") is None:
-            raise ValueError("`stop_strings` needs the target's tokenizer: pass `tokenizer=` to `generate` as well.")
-        criterion = StopStringCriteria(stop_strings=resolved.stop_strings, tokenizer=call["tokenizer"])
-        call["stopping_criteria"] = StoppingCriteriaList([*own, criterion])
     if resolved.stop_strings is not None:
         call["stop_strings"] = None
+        own = call.get("stopping_criteria") or []
+        if not any(type(criterion) is StopStringCriteria for criterion in own):
+            if call.get("tokenizer") is None:
+                raise ValueError(
+                    "`stop_strings` needs the target's tokenizer: pass `tokenizer=` to `generate` as well."
+                )
+            criterion = StopStringCriteria(stop_strings=resolved.stop_strings, tokenizer=call["tokenizer"])
+            call["stopping_criteria"] = StoppingCriteriaList([*own, criterion])
 
     def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
         return decode(

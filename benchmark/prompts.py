@@ -88,7 +88,10 @@ def load_prompts(source: str, count: int, seed: int | None) -> tuple[str, list[d
 
 def _read(path: Path):
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        row = json.loads(line)
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            row = {}
         users = [m for m in row.get("messages", []) if m.get("role") == "user"]
         if "id" not in row or not users or len(users) != len(row["messages"]):
             raise ValueError(

@@ -180,6 +180,9 @@ def test_bad_prompts_are_named(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"id": "a", "messages": [{"role": "user", "content": "x"}]}\n{"text": "b"}\n')
     with pytest.raises(ValueError, match=r"x.jsonl, line 2: expected"):
         load_prompts(str(tmp_path / "x.jsonl"), 2, None)
+    (tmp_path / "y.jsonl").write_text("no JSON\n")
+    with pytest.raises(ValueError, match=r"y.jsonl, line 1: expected .* got 'no JSON'"):
+        load_prompts(str(tmp_path / "y.jsonl"), 2, None)
     with pytest.raises(ValueError, match="one prompt proves nothing"):
         load_prompts(str(tmp_path / "x.jsonl"), 1, None)
 
@@ -404,6 +407,8 @@ def test_the_server_command(fake_engine, tmp_path):
     command = [sys.executable, "-m", "dflash_hub", "bench", "--server", fake_engine, "--output", "out", "--count", "2"]
     done = subprocess.run([*command, "--concurrency", "1,2"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "| demo_prompts | 2 | 2 |" in done.stdout, done.stderr
+    done = subprocess.run([*command, "--concurrency", "1,a"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "--concurrency '1,a' is no list" in done.stderr and "Traceback" not in done.stderr
     gone = [sys.executable, "-m", "dflash_hub", "bench", "--server", "http://127.0.0.1:9", "--output", "out"]
     done = subprocess.run(gone, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "no server answers at http://127.0.0.1:9" in done.stderr
