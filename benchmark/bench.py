@@ -228,26 +228,33 @@ def read_records(folder: Path) -> list[dict]:
 
 def provenance(command: str, bench: Bench) -> dict:
     """Where a number comes from: it stands beside every report."""
+    return {
+        "command": command,
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "device": device_name(),
+        "processes": bench.state.num_processes,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def commit() -> str:
+    """Of this checkout; a package that was installed from elsewhere has none."""
     git = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=9"],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parent,
     )
-    if bench.state.device.type == "cuda":
-        device = torch.cuda.get_device_name()
-    else:
-        device = f"CPU, {torch.get_num_threads()} threads, {_processor()}"
-    return {
-        "command": command,
-        "commit": git.stdout.strip() or "not a git checkout",
-        "date": datetime.now(UTC).isoformat(timespec="minutes"),
-        "device": device,
-        "processes": bench.state.num_processes,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    return git.stdout.strip() or "not a git checkout"
+
+
+def device_name() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"CPU, {torch.get_num_threads()} threads, {_processor()}"
 
 
 def _processor() -> str:
