@@ -178,10 +178,17 @@ def bench(
         )
 
 
-app.command(epilog="\b\ndflash-hub regenerate --prompts gsm8k-prompts.jsonl --output answers --max-new-tokens 64")(
+app.command(epilog="\b\ndflash-hub regenerate --prompts demo --max-new-tokens 48 --output answers-demo")(
     training.regenerate
 )
-app.command(epilog="\b\ndflash-hub train --answers answers --output run --max-steps 20")(training.train)
+app.command(
+    epilog="\b\ndflash-hub regenerate --prompts demo --max-new-tokens 48 --output answers-demo && dflash-hub train "
+    "--answers answers-demo --layers 1 --block-size 4 --held-out 2 --eval-prompts 1 --max-steps 4 --output run-demo"
+)(training.train)
+app.command(epilog="\b\ndflash-hub check --drafter . --count 2")(training.check)
+app.command(epilog="\b\ndflash-hub align --drafter . --target TUNED --prompts prompts.jsonl --output aligned")(
+    training.align
+)
 
 
 def main():

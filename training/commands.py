@@ -1,4 +1,4 @@
-"""The commands of training: `regenerate`, `train`. Heavy imports wait until a command runs."""
+"""The commands of training: `regenerate`, `train`, `check`, `align`. Heavy imports wait until a command runs."""
 
 import dataclasses
 import sys
@@ -70,7 +70,7 @@ def regenerate(
     from . import answers
     from .identity import identify
 
-    rows = [row for source in prompts for row in read_prompts(source, column)]
+    rows = [row for source in prompts for row in read_prompts(prompt_source(source), column)]
     if count is not None:
         rows = random.Random(seed).sample(rows, min(count, len(rows)))
     target = target or smollm2()[0]
@@ -110,6 +110,12 @@ def train(
     config: Config = None,
     resume: Annotated[bool, Option("--resume", help="Go on from the last checkpoint.")] = False,
     prompts: Annotated[list[str] | None, Option(help="JSONL of prompts, for answers that do not repeat them.")] = None,
+    rehearsal: Annotated[
+        list[str] | None, Option(help="Further answers, trained on but never held out; repeatable.")
+    ] = None,
+    rehearsal_share: Annotated[float, Option(min=0.0, help="How many of them, as a share.")] = DEFAULT[
+        "rehearsal_share"
+    ],
     drafter: Annotated[
         str | None, Option(help="Warm start: a drafter's repository or folder, kept as configured.")
     ] = None,
@@ -142,6 +148,7 @@ def train(
     ],
     eval_new_tokens: Annotated[int, Option(min=2, help="Tokens of such an answer.")] = DEFAULT["eval_new_tokens"],
     evaluations: Annotated[int, Option(min=1, help="Evaluations and checkpoints of the run.")] = DEFAULT["evaluations"],
+    patience: Annotated[int | None, Option(min=1, help="Stop after so many evaluations without a better one.")] = None,
     epochs: Annotated[float, Option(min=0.0, help="Passes over the answers.")] = DEFAULT["epochs"],
     max_steps: Annotated[int, Option(help="Steps instead of epochs.")] = DEFAULT["max_steps"],
     batch_size: Annotated[int, Option(min=1, help="Rows a step and process.")] = DEFAULT["batch_size"],
@@ -165,7 +172,7 @@ def train(
     values = {name: value for name, value in locals().items() if name in DEFAULT}
     values["target"] = target or smollm2()[0]
     values["taps"] = layer_list(taps)
-    values["prompts"] = prompts or []
+    values |= {"prompts": [prompt_source(name) for name in prompts or []], "rehearsal": rehearsal or []}
     values["arguments"] = dict(read_argument(text) for text in argument or [])
     figures = run(TrainOptions(**values), typed_command(), resume)
     if figures:
@@ -194,3 +201,94 @@ def read_argument(text: str) -> tuple:
 
 def json_lines(figures: dict) -> str:
     return "\n".join(f"{name}: {value}" for name, value in figures.items())
+
+
+def check(
+    drafter: Annotated[str, Option(help="Repository or folder.")],
+    target: Annotated[str | None, Option(help="Repository or folder. Default: SmolLM2-135M-Instruct.")] = None,
+    prompts: Annotated[list[str] | None, Option(help="JSONL file of prompts. Default: a few of ours.")] = None,
+    count: Annotated[int, Option(min=1, help="Prompts, at most.")] = 4,
+    max_new_tokens: Annotated[int, Option(min=4, help="Tokens of an answer.")] = 48,
+    thinking: Annotated[bool | None, Option(help="Thinking mode of the target's template, where it has one.")] = None,
+    dtype: Annotated[str, Option(help="float32, bfloat16 or float16.")] = "float32",
+):
+    """Is this drafter right for this target, and if it accepts little, why? Exit code 1 where something is wrong."""
+    import torch
+
+    from ..benchmark.prompts import read_prompts
+    from ..demo.smollm2 import smollm2
+    from ..modeling_dflash import DFlashDraftModel
+    from .check import check as run
+    from .check import read_record
+    from .train import load_target
+
+    loaded, tokenizer = load_target(target or smollm2()[0], dtype)
+    model = DFlashDraftModel.from_pretrained(
+        drafter, dtype=getattr(torch, dtype), device_map={"": loaded.device}
+    ).eval()
+    rows = [row for source in prompts or [DEMO] for row in read_prompts(prompt_source(source))][:count]
+    messages = [row["messages"] for row in rows]
+    findings = run(model, loaded, tokenizer, messages, thinking, read_record(drafter), max_new_tokens)
+    for finding in findings:
+        typer.echo(str(finding))
+    if any(finding.ok is False for finding in findings):
+        raise typer.Exit(1)
+
+
+def align(
+    drafter: Annotated[str, Option(help="The drafter, made for the target before it changed: repository or folder.")],
+    target: Annotated[str, Option(help="The changed target: repository or folder.")],
+    output: Annotated[Path, Option(help="Folder of the alignment; an interrupted one is continued.")],
+    prompts: Annotated[list[str], Option(help="JSONL file of prompts, or a data set: NAME or NAME:SPLIT; repeatable.")],
+    column: Annotated[
+        str | None, Option(help="Column of a data set with the prompt's text. Default: messages.")
+    ] = None,
+    count: Annotated[int, Option(min=4, help="Prompts that the changed target answers.")] = 256,
+    rehearsal: Annotated[
+        list[str] | None, Option(help="Answers that the drafter was trained on before: file or folder; repeatable.")
+    ] = None,
+    rehearsal_share: Annotated[float, Option(min=0.0, help="How many of them, as a share.")] = DEFAULT[
+        "rehearsal_share"
+    ],
+    max_new_tokens: Annotated[int, Option(min=2, help="Tokens of an answer, at most.")] = 512,
+    batch_size: Annotated[int, Option(min=1, help="Rows a step.")] = DEFAULT["batch_size"],
+    epochs: Annotated[float, Option(min=0.0, help="Passes over the answers, at most.")] = 4.0,
+    max_steps: Annotated[int, Option(help="Steps instead of epochs.")] = DEFAULT["max_steps"],
+    num_anchors: Annotated[int, Option(min=1, help="Anchors a row and step, at most.")] = DEFAULT["num_anchors"],
+    vocabulary: Annotated[str, Option(help="Of the loss: full, or answers.")] = DEFAULT["vocabulary"],
+    learning_rate: Annotated[float, Option(help="Peak of a cosine schedule.")] = 3e-4,
+    held_out: Annotated[int, Option(min=1, help="Prompts kept for evaluation.")] = DEFAULT["held_out"],
+    eval_prompts: Annotated[int, Option(min=1, help="Of these, answered in real generation.")] = DEFAULT[
+        "eval_prompts"
+    ],
+    evaluations: Annotated[int, Option(min=1, help="Evaluations of the run, at most.")] = 8,
+    patience: Annotated[int, Option(min=1, help="Stop after so many evaluations without a better one.")] = 2,
+    dtype: Annotated[str, Option(help="Of the target: float32, bfloat16 or float16.")] = DEFAULT["dtype"],
+    bf16: Annotated[bool, Option("--bf16", help="Autocast; the drafter's weights stay float32.")] = False,
+    seed: Annotated[int, Option(help="Of everything drawn.")] = DEFAULT["seed"],
+    thinking: Annotated[bool | None, Option(help="Thinking mode of the target's template, where it has one.")] = None,
+):
+    """Follow a target that was fine-tuned, quantised or merged: answers, fine-tuning, and the better drafter kept."""
+    from .align import align as run
+
+    answers = output / "answers"
+    regenerate(
+        prompts=prompts, output=answers, target=target, server=None, model=None, column=column, count=count,
+        max_new_tokens=max_new_tokens, max_prompt_tokens=2048, temperature=0.0, top_p=None, top_k=None, thinking=thinking,
+        batch_size=64, dtype=dtype, seed=seed,
+    )  # fmt: skip
+    values = {name: value for name, value in locals().items() if name in DEFAULT}
+    values |= {"answers": [str(answers)], "rehearsal": rehearsal or [], "prompts": prompts if rehearsal else []}
+    typer.echo(run(TrainOptions(**values | {"output": str(output)}), output, typed_command()))
+    typer.echo(
+        f"wrote {output}/drafter and {output}/report.md\n"
+        f"next: dflash-hub bench --target {target} --drafter {output}/drafter --output bench-run"
+    )
+
+
+DEMO = "demo"
+
+
+def prompt_source(name: str) -> str:
+    """`demo` is a file of ours; anything else stands for itself."""
+    return str(Path(__file__).parent.parent / "benchmark" / "demo_prompts.jsonl") if name == DEMO else name

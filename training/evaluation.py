@@ -49,11 +49,15 @@ def replay(target, drafter, rows: list[dict], blocks_at_once: int = 64) -> tuple
     return replayed, forced
 
 
-def right_drafts(target, drafter, batch: dict, blocks_at_once: int) -> list[int]:
-    """For each anchor of a single document's answer, how many of its drafts in a row are the answer's tokens."""
+def right_drafts(target, drafter, batch: dict, blocks_at_once: int, layer_ids: list[int] | None = None) -> list[int]:
+    """For each anchor of a single document's answer, how many of its drafts in a row are the answer's tokens.
+
+    `layer_ids`: other taps than the drafter's, to see what they would give.
+    """
     rows = rows_of(batch)
     config = drafter.config
-    features = tapped_features(target, batch["document_input_ids"], batch["document_mask"], config.target_layer_ids)
+    layer_ids = layer_ids or config.target_layer_ids
+    features = tapped_features(target, batch["document_input_ids"], batch["document_mask"], layer_ids)
     context = placed(features[batch["document_mask"].bool()], batch)
     head, embedding = target.get_output_embeddings(), target.get_input_embeddings()
     possible = (rows.answer_mask[0, :-1] & rows.answer_mask[0, 1:]).nonzero()[:, 0]

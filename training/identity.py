@@ -18,7 +18,8 @@ def identify(target: PreTrainedModel) -> dict:
     digest = hashlib.sha256()
     for name, parameter in sorted(target.named_parameters()):
         flat = parameter.detach().flatten()
-        picked = flat[torch.linspace(0, flat.numel() - 1, min(SAMPLES, flat.numel()), device=flat.device).long()]
+        count = min(SAMPLES, flat.numel())
+        picked = flat[torch.arange(count, device=flat.device) * flat.numel() // count]  # integers: exact for any size
         digest.update(name.encode())
         digest.update(picked.float().cpu().numpy().tobytes())
     return {

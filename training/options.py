@@ -10,6 +10,8 @@ class TrainOptions:
     target: str
     answers: list[str]  # files or folders of `dflash-hub regenerate`
     output: str
+    rehearsal: list[str] = field(default_factory=list)  # further answers, trained on but never held out
+    rehearsal_share: float = 0.25  # how many of them at most, as a share of the other rows
     prompts: list[str] = field(default_factory=list)  # for answers that name prompts without repeating them
     drafter: str | None = None  # warm start: repository or folder
     layers: int = 5
@@ -29,6 +31,7 @@ class TrainOptions:
     eval_prompts: int = 8
     eval_new_tokens: int = 64
     evaluations: int = 6
+    patience: int | None = None  # stop after so many evaluations without a better one
     epochs: float = 6.0
     max_steps: int = -1
     batch_size: int = 4

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import platform
+import random
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import torch
 import transformers
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 from ..benchmark.bench import commit, device_name
 from ..benchmark.prompts import read_prompts
@@ -42,16 +43,23 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
     started = time.monotonic()
     output = Path(options.output)
     target, tokenizer = load_target(options.target, options.dtype)
-    rows, files = load_rows(options, tokenizer)
+    rows, files = load_rows(options.answers, options, tokenizer)
     rows, dropped = usable_rows(rows, options.max_length)
     training, held_out = split_held_out(rows, options.held_out, options.seed)
+    if options.rehearsal:
+        old, old_files = load_rows(options.rehearsal, options, tokenizer, check=False)
+        old, _ = usable_rows([row for row in old if row["id"] not in {r["id"] for r in held_out}], options.max_length)
+        random.Random(options.seed).shuffle(old)
+        training, files = training + old[: round(options.rehearsal_share * len(training))], files + old_files
 
     drafter = starting_drafter(options, output, resume)
     check_pair(drafter, target)
     attention = options.attention or ("flex_attention" if torch.cuda.is_available() else "sdpa")
     drafter.set_attn_implementation(attention)
     if options.gradient_checkpointing:
-        drafter.gradient_checkpointing_enable({"use_reentrant": False})
+        # Renamed in transformers 5.24.
+        enable = getattr(drafter, "activation_checkpointing_enable", None) or drafter.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     block_size = drafter.config.block_size
     gamma = default_gamma(block_size) if options.gamma is None else (options.gamma or None)
     loss = BlockLoss(options.loss, gamma)
@@ -65,16 +73,21 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
     fixed = attention == "flex_attention"
     width = (options.pack_length or max(map(row_length, training))) if fixed else None
     reduced_head = None
+    if options.vocabulary not in ("full", "answers"):
+        raise ValueError(f"--vocabulary {options.vocabulary!r} is neither full nor answers.")
     if options.vocabulary == "answers":
         used = torch.tensor(sorted({token for row in training for token in row["answer_ids"]}), device=target.device)
         reduced_head = ReducedHead(target.get_output_embeddings(), used, options.negatives)
 
+    callbacks = [LogFile(output / "log.jsonl")]
+    if options.patience is not None:
+        callbacks.append(EarlyStoppingCallback(early_stopping_patience=options.patience))
     dataset = PackedRows(training, options.pack_length, options.seed)
     arguments = training_arguments(options, len(dataset), output)
     trainer = DFlashTrainer(
         drafter, target, arguments, dataset, Collator(cache, width), loss, options.num_anchors, held_out,
         options.eval_prompts, options.eval_new_tokens, reduced_head=reduced_head,
-        callbacks=[LogFile(output / "log.jsonl")],
+        callbacks=callbacks,
     )  # fmt: skip
     if trainer.is_world_process_zero():
         print(describe(training, held_out, dropped, dataset, drafter, reduced_head), flush=True)
@@ -111,7 +124,7 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
             },
             "recipe": {
                 name: value for name, value in dataclasses.asdict(options).items()
-                if name not in ("target", "answers", "output", "prompts", "features")
+                if name not in ("target", "answers", "rehearsal", "output", "prompts", "features")
             } | {"gamma": gamma, "attention": attention},
             "environment": environment(),
             "result": {
@@ -138,20 +151,25 @@ def load_target(name: str, dtype: str):
     return target.requires_grad_(False).eval(), AutoTokenizer.from_pretrained(name)
 
 
-def load_rows(options: TrainOptions, tokenizer) -> tuple[list[dict], list[dict]]:
+def load_rows(
+    sources: list[str], options: TrainOptions, tokenizer, check: bool = True
+) -> tuple[list[dict], list[dict]]:
     """(rows, files): the answers, and what they were read from.
+
+    Args:
+        check: that template and thinking mode are those of this run.
 
     Raises:
         ValueError: answers made with another chat template or thinking mode than stated here.
     """
     prompts = {row["id"]: row["messages"] for source in options.prompts for row in read_prompts(source)}
     rows, files = [], []
-    for source in map(Path, options.answers):
+    for source in map(Path, sources):
         path = source / "answers.jsonl" if source.is_dir() else source
         if not path.is_file():
             raise ValueError(f"no answers at {path}; make them with `dflash-hub regenerate`.")
         settings_path = path.parent / "settings.json"
-        if path.name == "answers.jsonl" and settings_path.is_file():
+        if check and path.name == "answers.jsonl" and settings_path.is_file():
             settings = json.loads(settings_path.read_text(encoding="utf-8"))
             for name, here in (("template", template_fingerprint(tokenizer)), ("thinking", options.thinking)):
                 if settings[name] != here:
