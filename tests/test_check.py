@@ -1,6 +1,9 @@
 """`dflash-hub check`, `train` and `align`: the faults that they must find, and the commands from end to end."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from dflash_hub.training.check import check
 from dflash_hub.training.identity import identify, template_fingerprint
 from test_answers import prompts_of
 from test_init import dflash_hub, tiny_tokenizer
-from test_training import trainer_of
+from test_training import answers_of, trainer_of
 
 LAYERS, TAPS = 6, [0, 1, 2]
 
@@ -249,3 +252,42 @@ def test_answers_of_another_template_are_refused(tmp_path):
     options.thinking = True
     with pytest.raises(ValueError, match="was made with thinking None, the target here has True"):
         load_rows(options.answers, options, tokenizer)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_job_with_ddp_and_with_fsdp(tmp_path):
+    """Each sees its share of every batch; sharded or not, the losses are the same."""
+    target = tiny_target("llama", num_hidden_layers=8)
+    target.save_pretrained(tmp_path / "target")
+    tiny_tokenizer(90).save_pretrained(tmp_path / "target")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers_of(target, 24)))
+    fsdp = '{"version": 2, "transformer_layer_cls_to_wrap": ["DFlashDecoderLayer"]}'
+    losses = {}
+    for name, port, further in (
+        ("ddp", 29641, []),
+        ("fsdp", 29642, ["--argument", "fsdp=full_shard", "--argument", f"fsdp_config={fsdp}"]),
+    ):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
+        command += [
+            "-m",
+            "dflash_hub",
+            "train",
+            "--target",
+            "target",
+            "--answers",
+            "a.jsonl",
+            "--output",
+            name,
+            *further,
+        ]
+        command += "--layers 2 --block-size 4 --held-out 6 --eval-prompts 3 --num-anchors 16 --batch-size 4 --max-steps 6".split()
+        command += ["--evaluations", "1", "--eval-new-tokens", "12", "--argument", "logging_steps=1"]
+        # On CPUs `accelerate launch` wants mpirun; torchrun starts the same two processes.
+        environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        entries = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        losses[name] = [entry["loss"] for entry in entries if "loss" in entry]
+        assert any("eval_acceptance_length" in entry for entry in entries)
+        DFlashDraftModel.from_pretrained(tmp_path / name / "drafter")
+    assert len(losses["ddp"]) == 6 and losses["ddp"] == pytest.approx(losses["fsdp"], rel=1e-3)

@@ -21,6 +21,7 @@ from dflash_hub.training.data import Collator, PackedRows, pack, placed, rows_of
 from dflash_hub.training.features import FeatureCache, tapped_features
 from dflash_hub.training.identity import identify
 from dflash_hub.training.losses import BlockLoss, ReducedHead, chunked_sum, default_gamma, dpace_weights, slot_weights
+from dflash_hub.training.train import long_context
 from dflash_hub.training.trainer import DFlashTrainer
 from transformers import TrainerCallback, TrainingArguments
 
@@ -561,3 +562,28 @@ def test_evaluation_during_training_is_real_generation(tmp_path, target, answers
     assert figures["eval_acceptance_length"] == pytest.approx(real.tau, abs=1e-4)
     assert figures["eval_acceptance_slot_1"] == pytest.approx(real.slot_acceptance[0], abs=1e-4)
     assert figures["eval_replayed_acceptance_length"] == figures["eval_acceptance_length"]
+
+
+def test_short_training_fine_tuned_on_long_texts_accepts_at_long_prompts(tmp_path, target, answers):
+    """YaRN and sliding layers on a drafter that was trained on texts of 30 tokens; measured at 150, before and after."""
+    drafter = half_trained(target, answers)
+    drafter.config.max_position_embeddings = 32
+    drafter.save_pretrained(tmp_path / "short")
+    rows = answers_of(target, 6, prompt=150, answer=20)
+    prompts = [row["prompt_ids"] for row in rows]
+    changes = long_context(drafter.config, window=40, yarn=8.0)
+    longer = DFlashDraftModel.from_pretrained(tmp_path / "short", dtype=torch.float32, **changes)
+    assert longer.config.rope_parameters["rope_type"] == "yarn" and longer.config.max_position_embeddings == 256
+    assert longer.config.layer_types == [SLIDING, FULL] and longer.config.block_causal == [False, False]
+    before = evaluation.generate(target, longer.eval(), prompts, 20).tau
+    trainer = trainer_of(
+        tmp_path, target, longer, rows, answers[8:], max_steps=80, save_strategy="no", logging_steps=80
+    )
+    trainer.train()
+    longer.eval()
+    longer.save_pretrained(tmp_path / "long")
+    served = DFlashDraftModel.from_pretrained(tmp_path / "long", dtype=torch.float32)
+    after = evaluation.generate(target, served, prompts, 20).tau
+    assert before < 1.6 and after > before + 0.7, (before, after)
+    with pytest.raises(ValueError, match="--yarn needs a drafter with default RoPE"):
+        long_context(served.config, None, 2.0)

@@ -124,6 +124,8 @@ def train(
     taps: Annotated[str | None, Option(help="Tapped layers of a fresh drafter, as 1,9,17.")] = None,
     mask_token: Annotated[str | None, Option(help="Id or text of the mask token of a fresh drafter.")] = None,
     from_target_layers: Annotated[bool, Option(help="Start from the target's last layers.")] = False,
+    window: Annotated[int | None, Option(min=2, help="Let all layers but the last slide.")] = None,
+    yarn: Annotated[float | None, Option(min=1.0, help="Stretch the RoPE of --drafter by this factor.")] = None,
     loss: Annotated[str, Option(help="ce, dpace, kl or tv.")] = DEFAULT["loss"],
     gamma: Annotated[
         float | None, Option(min=0.0, help="Decay of slot weights; 0: uniform. Default: the paper's.")

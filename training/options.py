@@ -19,6 +19,8 @@ class TrainOptions:
     taps: list[int] | None = None
     mask_token: str | None = None
     from_target_layers: bool = False
+    window: int | None = None  # all layers but the last slide
+    yarn: float | None = None  # warm start: stretch RoPE by this factor
     loss: str = "dpace"
     gamma: float | None = None  # None: the paper's for this block; 0: uniform weights
     num_anchors: int = 512

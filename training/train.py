@@ -13,13 +13,16 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+import accelerate
 import torch
 import transformers
 import yaml
+from rich.progress import Progress
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 from ..benchmark.bench import commit, device_name
 from ..benchmark.prompts import read_prompts
+from ..configuration_dflash import FULL, SLIDING, DFlashConfig
 from ..convert.folders import new_folder
 from ..convert.init import init_drafter
 from ..hub_dflash import write_text
@@ -52,7 +55,9 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
         random.Random(options.seed).shuffle(old)
         training, files = training + old[: round(options.rehearsal_share * len(training))], files + old_files
 
-    drafter = starting_drafter(options, output, resume)
+    state = accelerate.PartialState()
+    with state.main_process_first():  # which writes the fresh one
+        drafter = starting_drafter(options, output)
     check_pair(drafter, target)
     attention = options.attention or ("flex_attention" if torch.cuda.is_available() else "sdpa")
     drafter.set_attn_implementation(attention)
@@ -65,11 +70,13 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
     loss = BlockLoss(options.loss, gamma)
     if loss.needs_teacher:
         check_teacher(target)
-    _open_run(output, options, resume, attention=attention, gamma=gamma)
+    if state.is_main_process:
+        _open_run(output, options, resume, attention=attention, gamma=gamma)
 
     cache = None
     if options.features:
-        cache = fill_cache(options, target, drafter, loss, training)
+        with state.main_process_first():
+            cache = fill_cache(options, target, drafter, loss, training)
     fixed = attention == "flex_attention"
     width = (options.pack_length or max(map(row_length, training))) if fixed else None
     reduced_head = None
@@ -144,8 +151,6 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
 
 def load_target(name: str, dtype: str):
     """(target, tokenizer), on the accelerator of this process where there is one."""
-    import accelerate
-
     state = accelerate.PartialState(cpu=not torch.accelerator.is_available())
     target = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), device_map={"": state.device})
     return target.requires_grad_(False).eval(), AutoTokenizer.from_pretrained(name)
@@ -186,17 +191,45 @@ def load_rows(
     return list(unique.values()), files
 
 
-def starting_drafter(options: TrainOptions, output: Path, resume: bool) -> DFlashDraftModel:
-    """A warm start keeps everything that the drafter's config says; else a fresh one, in `start/`, in float32."""
-    start = options.drafter
-    if start is None:
-        start = output / "start"
-        if not start.exists():
-            init_drafter(
-                options.target, str(start), options.layers, options.block_size, options.taps,
-                mask_token=options.mask_token, from_target_layers=options.from_target_layers, seed=options.seed,
-            )  # fmt: skip
+def starting_drafter(options: TrainOptions, output: Path) -> DFlashDraftModel:
+    """A warm start keeps everything that the drafter's config says, but for what is asked; else a fresh one, in `start/`.
+
+    In float32: half-precision weights cannot take small steps.
+    """
+    if options.drafter is not None:
+        changes = long_context(DFlashConfig.from_pretrained(options.drafter), options.window, options.yarn)
+        return DFlashDraftModel.from_pretrained(options.drafter, dtype=torch.float32, **changes)
+    if options.yarn is not None:
+        raise ValueError("--yarn stretches the RoPE of a trained drafter: pass it with --drafter.")
+    start = output / "start"
+    if not start.exists():
+        init_drafter(
+            options.target, str(start), options.layers, options.block_size, options.taps, options.window,
+            options.mask_token, options.from_target_layers, seed=options.seed,
+        )  # fmt: skip
     return DFlashDraftModel.from_pretrained(start, dtype=torch.float32)
+
+
+def long_context(config: DFlashConfig, window: int | None, yarn: float | None) -> dict:
+    """Changes of a drafter's config for texts longer than it was trained on (paper, appendix on long contexts).
+
+    YaRN leaves the frequencies of near tokens alone and stretches those of far ones; a window lets a layer see near tokens
+    only, wherever they are. The weights stay; a few long samples teach them the rest.
+    """
+    changes = {}
+    if yarn is not None:
+        if config.rope_parameters["rope_type"] != "default":
+            raise ValueError(f"--yarn needs a drafter with default RoPE, this one has {config.rope_parameters}.")
+        changes["rope_parameters"] = {
+            "rope_type": "yarn", "rope_theta": config.rope_parameters["rope_theta"], "factor": yarn,
+            "original_max_position_embeddings": config.max_position_embeddings,
+        }  # fmt: skip
+        changes["max_position_embeddings"] = round(yarn * config.max_position_embeddings)
+    if window is not None:
+        changes["layer_types"] = [SLIDING] * (config.num_hidden_layers - 1) + [FULL]
+        changes["sliding_window"] = window
+        changes["block_causal"] = config.block_causal
+    return changes
 
 
 def fill_cache(options: TrainOptions, target, drafter, loss: BlockLoss, rows: list[dict]) -> FeatureCache:
@@ -210,8 +243,6 @@ def fill_cache(options: TrainOptions, target, drafter, loss: BlockLoss, rows: li
         return tapped_features(target, ids.to(target.device), mask.to(target.device), layer_ids)
 
     documents = {document_key(row): row["prompt_ids"] + row["answer_ids"] for row in rows}
-    from rich.progress import Progress
-
     with Progress(transient=True) as bar:
         task = bar.add_task("features", total=sum(key not in cache.where for key in documents))
         cache.fill(documents, compute, progress=lambda count: bar.advance(task, count))
@@ -220,8 +251,6 @@ def fill_cache(options: TrainOptions, target, drafter, loss: BlockLoss, rows: li
 
 def training_arguments(options: TrainOptions, num_packs: int, output: Path) -> TrainingArguments:
     """The paper's recipe (section 5.1: AdamW, cosine, warm-up, clipping) in transformers' terms."""
-    import accelerate
-
     per_step = options.batch_size * options.accumulate * accelerate.PartialState().num_processes
     steps = options.max_steps if options.max_steps > 0 else max(1, int(options.epochs * num_packs / per_step))
     every = max(1, steps // max(1, options.evaluations))

@@ -90,7 +90,7 @@ class DFlashTrainer(Trainer):
         taps = len(config.target_layer_ids) * config.hidden_size
         context = placed(features[:, :taps], inputs)  # (B, S, T * H)
 
-        anchors, valid = draw_anchors(rows, self.num_anchors, generator, fixed=self.flex)  # (B, N)
+        anchors, valid = self.draw(rows, generator)  # (B, N)
         labels, supervised = block_labels(rows, anchors, valid, config.block_size)  # (B, N, K - 1)
         hidden = model(
             raw_embeddings(
@@ -110,6 +110,9 @@ class DFlashTrainer(Trainer):
             teacher = states.gather(1, index).unflatten(1, labels.shape[1:])[valid]  # (M, K - 1, H)
         with self.accelerator.autocast():  # blocks of padding cost nothing from here on
             return self._loss(drafter, hidden[valid], labels[valid], supervised[valid], teacher, generator)
+
+    def draw(self, rows, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        return draw_anchors(rows, self.num_anchors, generator, fixed=self.flex)
 
     def _loss(self, drafter, hidden, labels, supervised, teacher, generator) -> torch.Tensor:
         """Mean loss over the slots of blocks (M, K - 1)."""
