@@ -59,7 +59,7 @@ def drafter_of(state: dict, **overrides) -> DFlashDraftModel:
 
 def record_of(target, tokenizer, acceptance_length: float) -> dict:
     return {
-        "data": {"target": identify(target), "template": template_fingerprint(tokenizer)},
+        "data": {"identity": identify(target), "chat_template_sha256": template_fingerprint(tokenizer)},
         "result": {"evaluation": {"acceptance_length": acceptance_length}},
     }
 
@@ -175,7 +175,7 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
     assert drafter.dtype == torch.bfloat16 and drafter.config.block_size == 4
     record = json.loads((tmp_path / "run" / "drafter" / "training_record.json").read_text())
     assert record["recipe"]["num_anchors"] == 16 and record["recipe"]["gamma"] == 2.0
-    assert record["data"]["rows"] == 18 and record["data"]["target"]["name"] == "target"
+    assert record["data"]["rows"] == 18 and record["data"]["target"] == "target"
     assert record["result"]["steps"] == 120 and record["result"]["evaluation"]["acceptance_length"] >= 1
     assert "acceptance_length: " in done.stdout
     state = json.loads((tmp_path / "run" / "checkpoints" / "checkpoint-120" / "trainer_state.json").read_text())

@@ -173,14 +173,14 @@ def settings_fit(drafter, target, tokenizer, thinking: bool | None, record: dict
     else:
         detail = f"made for {config.target_thinking}, {thinking} here"
         findings.append(Finding("thinking", config.target_thinking == thinking, detail))
-    if data.get("template"):
+    if data.get("chat_template_sha256"):
         here = template_fingerprint(tokenizer)
-        detail = f"made with {data['template']}, {here} here"
-        findings.append(Finding("chat template and vocabulary", data["template"] == here, detail))
+        detail = f"made with {data['chat_template_sha256']}, {here} here"
+        findings.append(Finding("chat template and vocabulary", data["chat_template_sha256"] == here, detail))
     else:
         findings.append(Finding("chat template and vocabulary", None, "not recorded in the drafter"))
-    if isinstance(data.get("target"), dict):
-        made, here = data["target"], identify(target)
+    if data.get("identity"):
+        made, here = data["identity"], identify(target)
         # The dtype may differ: weights that were rounded are the same model, and draft nearly as well.
         same = same_target(made, here | {"dtype": made["dtype"]}) or made["dtype"] != here["dtype"]
         detail = f"made with weights {made['weights']} in {made['dtype']}, {here['weights']} in {here['dtype']} here"

@@ -38,4 +38,4 @@ def same_target(one: dict, other: dict) -> bool:
 def template_fingerprint(tokenizer) -> str:
     """Of the chat template's text and the vocabulary: two tokenizers with the same one write the same prompts."""
     parts = [tokenizer.chat_template or "", json.dumps(tokenizer.get_vocab(), sort_keys=True)]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -125,9 +125,10 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
             "command": command,
             "data": {
                 "files": files,
-                "target": identify(target),
+                "target": drafter.config.target_name_or_path,
+                "identity": identify(target),
                 "thinking": options.thinking,
-                "template": template_fingerprint(tokenizer),
+                "chat_template_sha256": template_fingerprint(tokenizer),
                 "rows": len(training),
                 "answer_tokens": sum(len(row["answer_ids"]) for row in training),
                 "held_out": [row["id"] for row in held_out],
@@ -139,7 +140,7 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
             "environment": environment(),
             "result": {
                 "steps": trainer.state.global_step, "best_step": best_step, "epochs": trainer.state.epoch,
-                "seconds": round(time.monotonic() - started),
+                "seconds": round(time.monotonic() - started), "anchors": trainer.anchors_seen,
                 "evaluation": {
                     "prompts": len(trainer.eval_rows), "max_new_tokens": options.eval_new_tokens, **figures
                 },

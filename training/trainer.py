@@ -64,6 +64,7 @@ class DFlashTrainer(Trainer):
         if loss.needs_teacher:
             self.layer_ids.append(self.last_layer)
         self._micro_step = 0
+        self.anchors_seen = 0  # by this process since it started
         self._logged: dict[str, list[torch.Tensor]] = {}
 
     def training_step(self, model, inputs, *args, **kwargs):
@@ -91,6 +92,7 @@ class DFlashTrainer(Trainer):
         context = placed(features[:, :taps], inputs)  # (B, S, T * H)
 
         anchors, valid = self.draw(rows, generator)  # (B, N)
+        self.anchors_seen += valid.numel()
         labels, supervised = block_labels(rows, anchors, valid, config.block_size)  # (B, N, K - 1)
         hidden = model(
             raw_embeddings(
