@@ -18,7 +18,9 @@ import accelerate
 import torch
 import transformers
 import yaml
+from rich.console import Console
 from rich.progress import Progress
+from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 from ..benchmark.bench import commit, device_name
@@ -101,26 +103,24 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
     )  # fmt: skip
     if trainer.is_world_process_zero():
         print(describe(training, held_out, dropped, dataset, drafter, reduced_head), flush=True)
+        show_sample(training[0], tokenizer)
     checkpoint = last_checkpoint(output) if resume else None
     trainer.train(resume_from_checkpoint=checkpoint)
 
     trainer.accelerator.wait_for_everyone()
-    best = trainer.state.best_model_checkpoint
     figures = {}
     if trainer.is_world_process_zero():
-        if best:
-            best_step = int(best.rsplit("-", 1)[1])
-            drafter = DFlashDraftModel.from_pretrained(best, dtype=torch.bfloat16)
-        else:
-            best_step = trainer.state.global_step
-            drafter = trainer.accelerator.unwrap_model(trainer.model).to(torch.bfloat16)
+        best = trainer.state.best_model_checkpoint or last_checkpoint(output)
+        best_step = int(best.rsplit("-", 1)[1])
+        drafter = DFlashDraftModel.from_pretrained(best, dtype=torch.bfloat16)
         drafter = drafter.to(target.device).eval()
         drafter.set_attn_implementation("sdpa")
         rounded = drafter.to(target.dtype)  # what is served: bfloat16 weights, run in the target's dtype
         figures = evaluate(target, rounded, trainer.eval_rows, held_out, options.eval_new_tokens)
         drafter = rounded.to(torch.bfloat16)
         drafter.config.target_name_or_path = drafter.config.target_name_or_path or options.target
-        drafter.config.target_thinking = options.thinking
+        if options.thinking is not None:
+            drafter.config.target_thinking = options.thinking
         record = {
             "command": command,
             "data": {
@@ -361,6 +361,14 @@ def describe(training, held_out, dropped, dataset, drafter, reduced_head) -> str
             f"loss over {len(reduced_head.token_ids)} tokens of the answers and {reduced_head.negatives} drawn ones"
         )
     return "\n".join(lines)
+
+
+def show_sample(row: dict, tokenizer):
+    """One row as it is trained on, the end of its prompt and the start of its answer: the loss falls on the coloured part."""
+    text = Text("a row, in colour what the loss falls on: ")
+    text.append(repr(tokenizer.decode(row["prompt_ids"][-24:]))[1:-1], style="dim")
+    text.append(repr(tokenizer.decode(row["answer_ids"][:24]))[1:-1], style="bold green")
+    Console().print(text)
 
 
 def environment() -> dict:
