@@ -106,12 +106,20 @@ def zlab_config_dict(config: DFlashConfig) -> dict:
     # Two flags say the same for all layers; a mixed layout is what readers assume without either.
     if len(set(config.block_causal)) == 1:
         written["is_causal"] = nested["causal"] = config.block_causal[0]
-    elif config.block_causal != [layer_type == SLIDING for layer_type in config.layer_types]:
-        raise ValueError(
-            f"z-lab's layout cannot express `block_causal` {config.block_causal} for `layer_types` {config.layer_types}: it "
-            "knows one value for all layers, or causal sliding layers beside bidirectional full ones."
-        )
+    if stopped := inexpressible(config):
+        raise ValueError(f"z-lab's layout cannot express this drafter: {'; '.join(stopped)}.")
     return written
+
+
+def inexpressible(config: DFlashConfig) -> list[str]:
+    """What z-lab's layout has no way to say, a sentence each."""
+    default = [layer_type == SLIDING for layer_type in config.layer_types]
+    if len(set(config.block_causal)) > 1 and config.block_causal != default:
+        return [
+            f"`block_causal` is {config.block_causal} for `layer_types` {config.layer_types}; it knows one value for all "
+            "layers, or causal sliding layers beside bidirectional full ones"
+        ]
+    return []
 
 
 def _check_equal(config: DFlashConfig, read_back: DFlashConfig):

@@ -1,0 +1,65 @@
+"""Which engines serve a drafter: with what command, in which layout, and what stands in the way.
+
+Read in the engines' own loaders: vLLM 0.33.0, SGLang 0.5.23, z-lab's package 0.1.0 (`docs/formats.md` says where).
+"""
+
+import json
+
+from ..configuration_dflash import DFlashConfig
+
+# Engine to the layout that it reads (`dflash-hub export --to`).
+LAYOUT_OF = {"vllm": "vllm", "sglang": "sglang", "zlab": "zlab"}
+TITLES = {"vllm": "vLLM", "sglang": "SGLang", "zlab": "z-lab's package"}
+
+
+def serve_command(engine: str, config: DFlashConfig, folder: str) -> str:
+    """The command that serves (or, for z-lab's package, runs) the drafter in `folder`, exported for that engine."""
+    target = config.target_name_or_path or "TARGET"
+    if engine == "vllm":
+        speculation = {"method": "dflash", "model": folder, "num_speculative_tokens": config.block_size - 1}
+        mixed = len(set(config.layer_types)) > 1
+        # Only these attention kernels of vLLM let a slot see the slots after it.
+        backend = "" if all(config.block_causal) else " \\\n  --attention-backend flash_attn"
+        return (
+            f"{'VLLM_USE_V2_MODEL_RUNNER=1 ' if mixed else ''}vllm serve {target} \\\n"
+            f"  --speculative-config '{json.dumps(speculation)}'{backend}"
+        )
+    if engine == "sglang":
+        return (
+            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH \\\n"
+            f"  --speculative-draft-model-path {folder} --speculative-num-draft-tokens {config.block_size}"
+        )
+    if engine == "zlab":
+        return f'dflash generate transformers --model {target} --draft {folder} "Why is the sky blue?"'
+    raise ValueError(f"{engine!r} is none of the engines {sorted(LAYOUT_OF)}.")
+
+
+def obstacles(engine: str, config: DFlashConfig) -> list[str]:
+    """What the engine would compute in another way than the drafter was made for: a sentence each, empty if nothing.
+
+    A drafter that is served in spite of one would run, and draft badly.
+    """
+    from .zlab import inexpressible
+
+    found = inexpressible(config)
+    if engine in ("vllm", "sglang"):
+        if config.input_embedding_scale != 1.0:
+            found.append(
+                f"`input_embedding_scale` is {config.input_embedding_scale:g}; {TITLES[engine]} feeds a plain DFlash drafter "
+                "unscaled embeddings"
+            )
+        if config.hidden_act != "silu":
+            found.append(f"`hidden_act` is {config.hidden_act!r}; {TITLES[engine]} has only 'silu'")
+    return found
+
+
+def remarks(engine: str, config: DFlashConfig) -> list[str]:
+    """What differs on the engine without harm to greedy drafts."""
+    said = []
+    scaled = config.output_multiplier != 1.0 or config.final_logit_softcapping is not None
+    if engine in ("vllm", "sglang") and scaled:
+        said.append(
+            f"{TITLES[engine]} does not scale the draft logits of a plain DFlash drafter (`output_multiplier`, "
+            "`final_logit_softcapping`): its greedy drafts are the same, sampled drafts are accepted less often"
+        )
+    return said
