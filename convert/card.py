@@ -224,7 +224,9 @@ def _measured(record: dict | None, benchmarks: list[dict]) -> str:
             "`generate` over seconds of the method. In brackets: 95% interval over prompts."
         )
     if len(parts) == 1:
-        parts.append("Acceptance and speed: not measured. `dflash-hub bench` measures them, `dflash-hub card` adds them.")
+        parts.append(
+            "Acceptance and speed: not measured. `dflash-hub bench` measures them, `dflash-hub card` adds them."
+        )
     return "\n\n".join(parts)
 
 

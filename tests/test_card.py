@@ -66,7 +66,14 @@ def test_record_and_benchmarks_stand_with_their_provenance(folder, tmp_path):
     (folder / "training_record.json").write_text(json.dumps(RECORD))
     (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
     text = write_card(folder, [tmp_path / "summary.json"], repository="org/drafter")
-    for part in ("dflash-hub train --recipe small", "736", "81234", "abababababababab", "`lr` | 0.0006", "kept: step 80"):
+    for part in (
+        "dflash-hub train --recipe small",
+        "736",
+        "81234",
+        "abababababababab",
+        "`lr` | 0.0006",
+        "kept: step 80",
+    ):
         assert part in text
     for part in ("2.38 tokens a round", "0.71, 0.42", "commit abc1234", "CPU, 2 threads"):
         assert part in text.replace("Commit", "commit")
