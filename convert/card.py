@@ -9,10 +9,13 @@ from huggingface_hub import ModelCard, ModelCardData
 from ..benchmark.report import interval, table
 from ..configuration_dflash import SLIDING, DFlashConfig
 from ..hub_dflash import CARD_MARK, write_text
-from .engines import TITLES, obstacles, remarks, serve_command
+from .engines import TITLES, TYPED, obstacles, remarks, serve_command
 
 RECORD = "training_record.json"
 TAGS = ["speculative-decoding", "dflash", "draft-model", "block-diffusion"]
+# How the snippet loads the drafter, and where it does so until the folder has an address.
+LOAD = ', trust_remote_code=True, dtype="auto", device_map="auto")'
+INSIDE = "  # from inside this folder"
 YOURS = "<!-- What stands below this line is kept when the card is written again. -->"
 
 
@@ -68,6 +71,19 @@ def write_card(folder: str | Path, benchmark_files=(), repository: str | None = 
     return text
 
 
+def address_card(text: str, repository: str) -> str:
+    """A card of ours with the repository's id wherever it spoke of the folder; a card that someone wrote stays as it is."""
+    if CARD_MARK not in text:
+        return text
+    for place, named in (
+        (f'from_pretrained("."{LOAD}{INSIDE}', f'from_pretrained("{repository}"{LOAD}'),
+        ("dflash-hub export FOLDER ", f"dflash-hub export {repository} "),
+        ('from_pretrained("REPOSITORY"', f'from_pretrained("{repository}"'),
+    ):
+        text = text.replace(place, named)
+    return text
+
+
 def _read_json(path: Path, keys: tuple[str, ...]) -> dict | None:
     if not path.is_file():
         return None
@@ -84,7 +100,7 @@ def _introduction(config: DFlashConfig, repository: str, inside: bool) -> list[s
     target = config.target_name_or_path
     chat = config.target_chat is not False
     thinking = "" if config.target_thinking is None else f", enable_thinking={config.target_thinking}"
-    where = "  # from inside this folder" if inside else ""
+    where = INSIDE if inside else ""
     prompt = (
         'messages = [{"role": "user", "content": "Why is the sky blue?"}]\n'
         "inputs = tokenizer.apply_chat_template(\n"
@@ -112,7 +128,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 target = AutoModelForCausalLM.from_pretrained("{target or "TARGET"}", dtype="auto", device_map="auto")
 tokenizer = AutoTokenizer.from_pretrained("{target or "TARGET"}")
-drafter = AutoModel.from_pretrained("{repository}", trust_remote_code=True, dtype="auto", device_map="auto"){where}
+drafter = AutoModel.from_pretrained("{repository}"{LOAD}{where}
 
 {prompt}
 output = target.generate(**inputs, assistant_model=drafter, max_new_tokens=256)
@@ -125,10 +141,9 @@ print(f"{{drafter.last_speculation.tau:.2f}} tokens per target pass")
 def _engines(config: DFlashConfig, source: str) -> str:
     parts = [
         "## Serve",
-        "Engines read other layouts than transformers does; `dflash-hub export` writes them. The exported folder has the "
-        "type of a plain Qwen3 model and is for these engines only.",
+        f"Engines read other layouts than transformers does; `dflash-hub export` writes them. {TYPED}.",
     ]
-    for engine in ("vllm", "sglang", "zlab"):
+    for engine in TITLES:
         if stopped := obstacles(engine, config):
             parts.append(f"{TITLES[engine]}: not served. {'; '.join(stopped)}.")
             continue
@@ -142,15 +157,9 @@ def _engines(config: DFlashConfig, source: str) -> str:
 
 
 def _shape(config: DFlashConfig) -> str:
-    attention = Counter(zip(config.layer_types, config.block_causal))
-    layers = ", ".join(
-        f"{count} {f'sliding (window {config.sliding_window})' if kind == SLIDING else 'full'}, "
-        f"{'causal' if causal else 'bidirectional'} in the block"
-        for (kind, causal), count in attention.items()
-    )
     rope = ", ".join(f"{name} {value}" for name, value in config.rope_parameters.items())
     rows = [
-        ("layers", f"{config.num_hidden_layers}: {layers}"),
+        ("layers", f"{config.num_hidden_layers}: {attention_in_words(config)}"),
         ("block", f"{config.block_size}: one anchor, {config.block_size - 1} drafted tokens"),
         ("target layers", f"{config.target_layer_ids} of {config.num_target_layers} (0-based)"),
         ("mask token", config.mask_token_id),
@@ -163,6 +172,16 @@ def _shape(config: DFlashConfig) -> str:
         ("dtype", str(config.dtype).removeprefix("torch.")),
     ]
     return "## Shape\n\n" + table(("", ""), rows)
+
+
+def attention_in_words(config: DFlashConfig) -> str:
+    """Which layers slide, and which let a slot see only the slots before it."""
+    kinds = Counter(zip(config.layer_types, config.block_causal))
+    return ", ".join(
+        f"{count} {f'sliding (window {config.sliding_window})' if kind == SLIDING else 'full'}, "
+        f"{'causal' if causal else 'bidirectional'} in the block"
+        for (kind, causal), count in kinds.items()
+    )
 
 
 def _training(record: dict | None) -> str:

@@ -7,9 +7,9 @@ import json
 
 from ..configuration_dflash import DFlashConfig
 
-# Engine to the layout that it reads (`dflash-hub export --to`).
-LAYOUT_OF = {"vllm": "vllm", "sglang": "sglang", "zlab": "zlab"}
+# Engines that read z-lab's layout, by the word that `dflash-hub export --to` takes.
 TITLES = {"vllm": "vLLM", "sglang": "SGLang", "zlab": "z-lab's package"}
+TYPED = "The folder has the type of a plain Qwen3 model, and no code: it is for engines, not for AutoModel"
 
 
 def serve_command(engine: str, config: DFlashConfig, folder: str) -> str:
@@ -31,7 +31,7 @@ def serve_command(engine: str, config: DFlashConfig, folder: str) -> str:
         )
     if engine == "zlab":
         return f'dflash generate transformers --model {target} --draft {folder} "Why is the sky blue?"'
-    raise ValueError(f"{engine!r} is none of the engines {sorted(LAYOUT_OF)}.")
+    raise ValueError(f"{engine!r} is none of the engines {list(TITLES)}.")
 
 
 def obstacles(engine: str, config: DFlashConfig) -> list[str]:
@@ -54,12 +54,16 @@ def obstacles(engine: str, config: DFlashConfig) -> list[str]:
 
 
 def remarks(engine: str, config: DFlashConfig) -> list[str]:
-    """What differs on the engine without harm to greedy drafts."""
+    """What a user of the exported folder should know, a sentence each."""
     said = []
-    scaled = config.output_multiplier != 1.0 or config.final_logit_softcapping is not None
-    if engine in ("vllm", "sglang") and scaled:
+    if engine in ("vllm", "sglang") and (config.output_multiplier != 1.0 or config.final_logit_softcapping is not None):
         said.append(
             f"{TITLES[engine]} does not scale the draft logits of a plain DFlash drafter (`output_multiplier`, "
             "`final_logit_softcapping`): its greedy drafts are the same, sampled drafts are accepted less often"
+        )
+    if engine == "speculators" and len(set(config.block_causal)) > 1:
+        said.append(
+            "vLLM 0.33 takes the causality of a speculators folder's sliding layers for all layers, and would serve the full "
+            "layers of this drafter causal: for vLLM export with --to vllm"
         )
     return said

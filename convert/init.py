@@ -343,9 +343,7 @@ def check_borrowed(target: str, skeleton, revision: str | None) -> list[str]:
     files = weight_files(target, revision)
     if not files:
         return ["embedding and head: not checked, the target has no safetensors files"]
-    names = {id(module): name for name, module in skeleton.named_modules()}
-    embedding = _in_files(f"{names[id(skeleton.get_input_embeddings())]}.weight", files)
-    head = _in_files(f"{names[id(skeleton.get_output_embeddings())]}.weight", files)
+    embedding, head = borrowed_names(skeleton, files)
     if embedding is None:
         return ["embedding and head: not checked, the target's files name its tensors in another way"]
     if not skeleton.config.get_text_config(decoder=True).tie_word_embeddings:
@@ -362,6 +360,13 @@ def check_borrowed(target: str, skeleton, revision: str | None) -> list[str]:
             )
         return [f"tied head {head}: equal to {embedding}"]
     return [f"tied head: {embedding}"]
+
+
+def borrowed_names(skeleton, files: dict[str, str]) -> tuple[str | None, str | None]:
+    """The names of embedding and head in the target's files, None where they are not there."""
+    names = {id(module): name for name, module in skeleton.named_modules()}
+    borrowed = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
+    return tuple(_in_files(f"{names[id(module)]}.weight", files) for module in borrowed)
 
 
 def _in_files(name: str, files: dict[str, str]) -> str | None:

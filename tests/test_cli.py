@@ -40,7 +40,7 @@ def test_import_and_export(tmp_path):
     ("arguments", "sentence"),
     (
         (("import", "nowhere/nothing", "x"), "nowhere/nothing"),
-        (("export", ".", "x", "--to", "gguf"), "--to 'gguf' is not a layout"),
+        (("export", ".", "x", "--to", "gguf"), "--to 'gguf' is none of zlab"),
         (("demo", "--dtype", "int4"), "--dtype 'int4' is none of"),
     ),
 )

@@ -7,7 +7,8 @@ import pytest
 import torch
 from conftest import ROOT
 from dflash_hub import DFlashDraftModel
-from dflash_hub.convert.zlab import export_zlab, import_zlab
+from dflash_hub.convert.exporting import export_drafter
+from dflash_hub.convert.importing import import_drafter
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.peers
@@ -18,8 +19,8 @@ PEERS = ROOT / ".venv-peers" / "bin" / "python"
 def zlab_folder(request, fixture_folder, tmp_path):
     if request.param == "as it is":
         return fixture_folder
-    import_zlab(str(fixture_folder), tmp_path / "ours")
-    export_zlab(str(tmp_path / "ours"), tmp_path / "zlab")
+    import_drafter(str(fixture_folder), tmp_path / "ours")
+    export_drafter(str(tmp_path / "ours"), tmp_path / "zlab")
     return tmp_path / "zlab"
 
 
