@@ -1,6 +1,7 @@
 """A drafter of any known format becomes a complete folder of ours."""
 
 import contextlib
+import copy
 import io
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,9 +81,8 @@ def import_drafter(
 
 def write_drafter(folder: Path, config: DFlashConfig, tensors: dict[str, Stored | Unpickled]):
     """A complete folder of ours: config, code, `custom_generate/`, card, and the tensors piece by piece."""
-    dtype = config.dtype
     with torch.device("meta"):
-        model = DFlashDraftModel(config).to(dtype)
+        model = DFlashDraftModel(copy.deepcopy(config)).to(config.dtype)
     # transformers announces weights that are none; ours follow.
     with contextlib.redirect_stderr(io.StringIO()):
         model.save_pretrained(folder, state_dict={})

@@ -89,6 +89,13 @@ def read_drafter(
     """
     checkpoint = open_checkpoint(source, revision, config_file, allow_pickle)
     config = checkpoint.config
+    for place in (config, config.get("transformer_layer_config")):
+        layers = place.get("num_hidden_layers") if isinstance(place, dict) else None
+        if isinstance(layers, int) and layers > len(checkpoint.tensors):
+            # Before anything is made as long as that.
+            raise ValueError(
+                f"{source!r} states {layers} layers, but its files hold {len(checkpoint.tensors)} tensors."
+            )
     if config.get("model_type") == "dflash" and "dflash_config" not in config:
         layout, fields = OURS, read_config_dict(config)
     else:
