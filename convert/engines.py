@@ -4,6 +4,7 @@ Read in the engines' own loaders: vLLM 0.33.0, SGLang 0.5.23, z-lab's package 0.
 """
 
 import json
+import shlex
 
 from ..configuration_dflash import DFlashConfig
 
@@ -14,7 +15,7 @@ TYPED = "The folder has the type of a plain Qwen3 model, and no code: it is for 
 
 def serve_command(engine: str, config: DFlashConfig, folder: str) -> str:
     """The command that serves (or, for z-lab's package, runs) the drafter in `folder`, exported for that engine."""
-    target = config.target_name_or_path or "TARGET"
+    target, place = shlex.quote(config.target_name_or_path or "TARGET"), shlex.quote(folder)
     if engine == "vllm":
         speculation = {"method": "dflash", "model": folder, "num_speculative_tokens": config.block_size - 1}
         mixed = len(set(config.layer_types)) > 1
@@ -22,15 +23,15 @@ def serve_command(engine: str, config: DFlashConfig, folder: str) -> str:
         backend = "" if all(config.block_causal) else " \\\n  --attention-backend flash_attn"
         return (
             f"{'VLLM_USE_V2_MODEL_RUNNER=1 ' if mixed else ''}vllm serve {target} \\\n"
-            f"  --speculative-config '{json.dumps(speculation)}'{backend}"
+            f"  --speculative-config {shlex.quote(json.dumps(speculation))}{backend}"
         )
     if engine == "sglang":
         return (
             f"python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH \\\n"
-            f"  --speculative-draft-model-path {folder} --speculative-num-draft-tokens {config.block_size}"
+            f"  --speculative-draft-model-path {place} --speculative-num-draft-tokens {config.block_size}"
         )
     if engine == "zlab":
-        return f'dflash generate transformers --model {target} --draft {folder} "Why is the sky blue?"'
+        return f'dflash generate transformers --model {target} --draft {place} "Why is the sky blue?"'
     raise ValueError(f"{engine!r} is none of the engines {list(TITLES)}.")
 
 

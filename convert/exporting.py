@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,7 +147,7 @@ def _check_written(path: Path, tensors: dict):
 def _usage(to: str, config: DFlashConfig, folder: str) -> str:
     target = config.target_name_or_path or "TARGET"
     if to == "speculators":
-        return f"vllm serve {folder}"
+        return f"vllm serve {shlex.quote(folder)}"
     if to == "transformers":
         return (
             f'drafter = AutoModel.from_pretrained("{folder}", dtype="auto")\n'
