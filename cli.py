@@ -18,11 +18,6 @@ app = typer.Typer(
     add_completion=False,
 )
 
-# Readers of z-lab's layout whose commands were not tried here.
-OTHER_READERS = """\
-others that read this layout: llama.cpp (its convert_hf_to_gguf.py makes a GGUF file), MLX (z-lab's package, `dflash generate
-mlx`, from a repository on the Hub), TensorRT-LLM (reads the folder as a draft checkpoint). Not tried."""
-
 Force = Annotated[bool, typer.Option("--force", help="Replace the destination if it exists.")]
 
 
@@ -139,6 +134,7 @@ def export(
     force: Force = False,
 ):
     """Write a drafter for an engine or in the format of another package."""
+    from .convert.engines import other_readers
     from .convert.exporting import export_drafter
 
     done = export_drafter(source, destination, to, force, target, revision, yarn, context_length)
@@ -149,7 +145,9 @@ def export(
         f"next:\n{done.usage}"
     )
     if to == "zlab":
-        typer.echo(OTHER_READERS)
+        typer.echo(
+            f"\nothers that read this folder, as their documentation says (not tried):\n{other_readers(done.config, destination)}"
+        )
 
 
 @app.command(epilog="\b\ndflash-hub inspect .")

@@ -68,3 +68,16 @@ def remarks(engine: str, config: DFlashConfig) -> list[str]:
             "layers of this drafter causal: for vLLM export with --to vllm"
         )
     return said
+
+
+def other_readers(config: DFlashConfig, folder: str) -> str:
+    """Commands of engines that take z-lab's layout or convert it; from their documentation, not tried."""
+    target, place = shlex.quote(config.target_name_or_path or "TARGET"), shlex.quote(folder)
+    return (
+        f"llama.cpp: python convert_hf_to_gguf.py {place} --target-model-dir TARGET_FOLDER --outfile drafter.gguf\n"
+        f"           llama-server -m TARGET.gguf -md drafter.gguf --spec-type draft-dflash "
+        f"--spec-draft-n-max {config.block_size - 1}\n"
+        f"MLX: dflash generate mlx --model {target} --draft REPOSITORY  (z-lab's package reads it from the Hub only)\n"
+        f"TensorRT-LLM: LLM(..., speculative_config=DFlashDecodingConfig(max_draft_len={config.block_size - 1}, "
+        f'speculative_model="{folder}"))'
+    )

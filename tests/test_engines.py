@@ -7,9 +7,12 @@ import engine_rules
 import pytest
 import torch
 from conftest import tiny_drafter, tiny_target
+from dflash_hub import DFlashConfig
+from dflash_hub.convert import zlab
 from dflash_hub.convert.engines import TITLES, obstacles, remarks, serve_command
 from dflash_hub.convert.exporting import export_drafter
 from safetensors import safe_open
+from test_configuration_dflash import READ
 from test_formats import FULL, KINDS, SLIDING, YARN, drafter_of
 
 SERVED = [kind for kind in KINDS if kind != "scaled"]
@@ -73,6 +76,24 @@ def test_vllm_and_a_speculators_folder(kind, tmp_path):
     own = {"model.embed_tokens.weight", "lm_head.weight"}
     assert filled == engine_rules.parameters(config.num_hidden_layers, config.attention_bias, "model.") | own
     assert done.usage == f"vllm serve {tmp_path / 'out'}"
+
+
+@pytest.mark.parametrize("name", READ)
+def test_the_configs_of_releases_go_out_as_they_came_in(name):
+    source = json.loads(json.dumps(READ[name]))
+    config = DFlashConfig.from_dict(source)
+    written = json.loads(json.dumps(zlab.write(config, None)))
+    assert (
+        engine_rules.vllm(written)
+        == expected(config)
+        == engine_rules.vllm(source | {"rope_parameters": written["rope_parameters"]})
+    )
+    assert engine_rules.sglang(written) == expected(
+        config, block_size=config.block_size, num_target_layers=config.num_target_layers
+    )
+    read_back = DFlashConfig.from_dict(written)
+    for field in DFlashConfig.__annotations__:
+        assert getattr(read_back, field) == getattr(config, field), field
 
 
 def test_the_rules_would_notice(tmp_path):
