@@ -154,7 +154,7 @@ class DFlashConfig(PreTrainedConfig):
 
     def _check(self):
         _require(
-            self.format_version == FORMAT_VERSION,
+            _is_int(self.format_version) and self.format_version == FORMAT_VERSION,
             f"`format_version` is {self.format_version!r}, this code reads {FORMAT_VERSION}. A newer file needs a newer "
             "dflash-hub; `dflash-hub import OLD NEW` rewrites a folder for the installed one.",
         )
@@ -178,6 +178,10 @@ class DFlashConfig(PreTrainedConfig):
             f"`attention_dropout` must be in [0, 1), got {self.attention_dropout!r}.",
         )
         _require(self.hidden_act in ACT2FN, f"`hidden_act` {self.hidden_act!r} is no activation of transformers.")
+        for name in ("attention_bias", "tie_word_embeddings", "target_chat", "target_thinking"):
+            allowed = (True, False) if not name.startswith("target") else (True, False, None)
+            value = getattr(self, name)
+            _require(any(value is one for one in allowed), f"`{name}` must be one of {list(allowed)}, got {value!r}.")
         _require(
             not self.tie_word_embeddings, "a drafter has no embeddings to tie: `tie_word_embeddings` must be false."
         )

@@ -7,6 +7,7 @@ import json
 import shlex
 
 from ..configuration_dflash import DFlashConfig
+from .zlab import inexpressible
 
 # Engines that read z-lab's layout, by the word that `dflash-hub export --to` takes.
 TITLES = {"vllm": "vLLM", "sglang": "SGLang", "zlab": "z-lab's package"}
@@ -40,8 +41,6 @@ def obstacles(engine: str, config: DFlashConfig) -> list[str]:
 
     A drafter that is served in spite of one would run, and draft badly.
     """
-    from .zlab import inexpressible
-
     found = inexpressible(config)
     if engine in ("vllm", "sglang"):
         if config.input_embedding_scale != 1.0:
@@ -60,7 +59,7 @@ def remarks(engine: str, config: DFlashConfig) -> list[str]:
     if engine in ("vllm", "sglang") and (config.output_multiplier != 1.0 or config.final_logit_softcapping is not None):
         said.append(
             f"{TITLES[engine]} does not scale the draft logits of a plain DFlash drafter (`output_multiplier`, "
-            "`final_logit_softcapping`): its greedy drafts are the same, sampled drafts are accepted less often"
+            "`final_logit_softcapping`): its greedy drafts are the same, its sampled drafts follow another distribution"
         )
     if engine == "speculators" and len(set(config.block_causal)) > 1:
         said.append(

@@ -54,8 +54,8 @@ def export_drafter(
 
     Args:
         to: one of `GOALS`.
-        target: where the `speculators` layout takes the target's embedding and head from; by default the one that is
-            recorded.
+        target: the target that the `speculators` layout names, and takes embedding and head from; by default the one that
+            is recorded.
         yarn: scale RoPE by this factor with YaRN, from the positions that the drafter was made for.
         context_length: positions to state; by default those that the drafter was made for, times `yarn`.
 
@@ -73,7 +73,7 @@ def export_drafter(
     if stopped:
         raise ValueError(f"{TITLES.get(to, layout.title)} cannot take this drafter: {'; '.join(stopped)}.")
 
-    name = config.target_name_or_path
+    name = target or config.target_name_or_path
     facts = Target(name or "", config.num_target_layers, config.vocab_size, [])
     copies = {}
     if layout_name == "speculators":
@@ -88,6 +88,7 @@ def export_drafter(
                 f"with {config.num_target_layers} and {config.vocab_size}."
             )
         copies = target_tensors(name)
+        config.target_name_or_path = name
     written = layout.write(config, facts)
     _check_read_back(layout, config, written, facts)
     tensors = renamed(layout_name, drafter.match.drafter) | copies

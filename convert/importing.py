@@ -65,13 +65,14 @@ def import_drafter(
     if drafter.match.borrowed and not check_target:
         notes.append(f"{', '.join(drafter.match.borrowed)}: dropped, and not compared with the target")
     elif drafter.match.borrowed:
-        if config.target_name_or_path is None:
+        original = target or config.target_name_or_path
+        if original is None:
             raise ValueError(
                 f"{source!r} holds copies of the target's tensors, and does not say of which; pass --target to compare them, or "
                 "--no-check-target to drop them as they are."
             )
-        check_borrowed(drafter, config.target_name_or_path)
-        notes.append(f"{', '.join(drafter.match.borrowed)}: equal to those of {config.target_name_or_path}, dropped")
+        check_borrowed(drafter, original)
+        notes.append(f"{', '.join(drafter.match.borrowed)}: equal to those of {original}, dropped")
     if not dry_run:
         with new_folder(destination, force) as folder:
             write_drafter(folder, config, drafter.match.drafter)

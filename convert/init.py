@@ -66,8 +66,7 @@ def init_drafter(
     )
     reasons.append(reason)
     config = derive_config(skeleton, mask_id, layers, block_size, taps, window, reasons)
-    # A folder's path means nothing elsewhere; its name may.
-    config.target_name_or_path = Path(target).resolve().name if Path(target).is_dir() else target
+    config.target_name_or_path = recorded_name(target)
     config.target_revision = revision
     config.target_chat = tokenizer.chat_template is not None
     reasons += check_borrowed(target, skeleton, revision)
@@ -82,6 +81,11 @@ def init_drafter(
                 reasons.append(copy_target_layers(drafter, target, skeleton, text.num_hidden_layers, revision))
             drafter.save_pretrained(folder)
     return Plan(config, reasons, parameters)
+
+
+def recorded_name(target: str) -> str:
+    """What a drafter records of its target: a folder's path means nothing elsewhere, its name may."""
+    return Path(target).resolve().name if Path(target).is_dir() else target
 
 
 def target_skeleton(config):

@@ -77,13 +77,17 @@ def expected_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in DFlashDraftModel(config).state_dict().items()}
 
 
-def match(layout: str, tensors: dict[str, Stored | Unpickled], config: DFlashConfig, source: str) -> Match:
+def match(
+    layout: str, tensors: dict[str, Stored | Unpickled], expected: dict[str, tuple], config: DFlashConfig, source: str
+) -> Match:
     """Find a drafter's tensors among those of a file.
+
+    Args:
+        expected: what `expected_shapes` says for `config`.
 
     Raises:
         ValueError: one is missing, misshaped, of no float type, belongs to another network, or to nothing; all are named.
     """
-    expected = expected_shapes(config)
     ours_of = {theirs: ours for ours, theirs in RENAMED[layout].items()}
     found, borrowed, lines, faults = {}, {}, [], []
     for full_name, tensor in sorted(tensors.items()):

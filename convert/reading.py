@@ -11,8 +11,8 @@ from transformers.utils import cached_file
 from ..configuration_dflash import DFlashConfig, read_config_dict
 from . import native, speculators, zlab
 from .checkpoint import Checkpoint, Stored, open_checkpoint, tensors_of
-from .init import borrowed_names, target_skeleton, weight_files
-from .names import Match, match
+from .init import borrowed_names, recorded_name, target_skeleton, weight_files
+from .names import Match, expected_shapes, match
 
 
 @dataclass(frozen=True)
@@ -96,36 +96,38 @@ def read_drafter(
             raise ValueError(
                 f"{source!r} states {layers} layers, but its files hold {len(checkpoint.tensors)} tensors."
             )
-    if config.get("model_type") == "dflash" and "dflash_config" not in config:
-        layout, fields = OURS, read_config_dict(config)
-    else:
-        layout = next((name for name, layout in LAYOUTS.items() if layout.recognises(config)), None)
-        if layout is None:
-            raise ValueError(
-                f"{source!r} is of no format that is known: model_type {config.get('model_type')!r}, architectures "
-                f"{config.get('architectures')!r}. Known: {OURS}, {', '.join(LAYOUTS)}."
-            )
-        facts = None
-        if LAYOUTS[layout].needs_target:
-            name = target or (speculators.verifier(config) if layout == "speculators" else None)
-            if name is None:
-                raise ValueError(f"{source!r} does not say how many layers its target has; pass --target.")
-            facts = read_target(name)
-        fields = LAYOUTS[layout].read(config, facts)
-    drafter_config = make_config(fields, source)
-    found = match(layout, checkpoint.tensors, drafter_config, source)
+    layout = recognise(config, source)
+    facts = None
+    if layout != OURS and LAYOUTS[layout].needs_target:
+        name = target or (speculators.verifier(config) if layout == "speculators" else None)
+        if name is None:
+            raise ValueError(f"{source!r} does not say how many layers its target has; pass --target.")
+        facts = read_target(name)
+    try:
+        fields = read_config_dict(config) if layout == OURS else LAYOUTS[layout].read(config, facts)
+        drafter_config = DFlashConfig.from_dict(fields)
+        expected = expected_shapes(drafter_config)
+    except Exception as error:  # transformers and torch raise many kinds for a value that makes no sense
+        raise ValueError(f"the config of {source!r} cannot be used: {' '.join(str(error).split())}") from error
+    found = match(layout, checkpoint.tensors, expected, drafter_config, source)
     # What lies in the file is what counts: the stated type may be another one, or none.
     drafter_config.dtype = _main_dtype(found)
-    if target is not None:
-        drafter_config.target_name_or_path = target
+    if target is not None and not (Path(target).is_dir() and drafter_config.target_name_or_path):
+        drafter_config.target_name_or_path = recorded_name(target)
     return Drafter(layout, drafter_config, found, checkpoint)
 
 
-def make_config(fields: dict, source: str) -> DFlashConfig:
-    try:
-        return DFlashConfig.from_dict(fields)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"the config of {source!r} cannot be used: {error}") from error
+def recognise(config: dict, source: str) -> str:
+    """The layout of a config.json."""
+    if config.get("model_type") == "dflash" and "dflash_config" not in config:
+        return OURS
+    for name, layout in LAYOUTS.items():
+        if layout.recognises(config):
+            return name
+    raise ValueError(
+        f"{source!r} is of no format that is known: model_type {config.get('model_type')!r}, architectures "
+        f"{config.get('architectures')!r}. Known: {OURS}, {', '.join(LAYOUTS)}."
+    )
 
 
 def _main_dtype(found: Match) -> torch.dtype:

@@ -63,18 +63,23 @@ def read(config: dict, facts) -> dict:
             f"`aux_hidden_state_layer_ids` must be a list of 1 (the first layer's output) and up, got {taps!r}. 0, the "
             "embeddings, is not supported."
         )
+    non_causal = config.get("sliding_window_non_causal", False)
+    if not isinstance(non_causal, bool):
+        raise ValueError(f"`sliding_window_non_causal` must be true or false, got {non_causal!r}.")
     layer_types = complete.get("layer_types") or [FULL] * complete["num_hidden_layers"]
     return read_config_dict(
         complete
         | {name: decoder[name] for name in ("rope_theta", "rope_scaling") if name in decoder}
-        | {name: config[name] for name in ("draft_vocab_size", "sample_from_anchor", "dtype") if config.get(name)}
+        | {name: config[name] for name in ("sample_from_anchor", "dtype") if config.get(name)}
         | {
             "architectures": ["DFlashDraftModel"],
-            "block_size": config.get("block_size") or 8,
+            # The package's own defaults.
+            "draft_vocab_size": config.get("draft_vocab_size", 32000),
+            "block_size": config.get("block_size", 8),
             "num_target_layers": facts.layers,
             "target_name_or_path": facts.name,
             # Full layers are always bidirectional there.
-            "block_causal": [kind == SLIDING and not config.get("sliding_window_non_causal") for kind in layer_types],
+            "block_causal": [kind == SLIDING and not non_causal for kind in layer_types],
             "dflash_config": {
                 "mask_token_id": config.get("mask_token_id"),
                 "target_layer_ids": [tap - 1 for tap in taps],

@@ -12,6 +12,7 @@ from dflash_hub.convert.exporting import GOALS, export_drafter
 from dflash_hub.convert.importing import import_drafter
 from dflash_hub.convert.names import RENAMED, renamed
 from dflash_hub.convert.reading import LAYOUTS, read_drafter
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -309,6 +310,11 @@ def test_speculators_default_of_what_is_not_stated(tmp_path, target_folder):
             lambda c: c.update(draft_vocab_size=32),
             "`draft_vocab_size` is 32: this drafter has a reduced draft vocabulary",
         ),
+        (
+            lambda c: c.pop("draft_vocab_size"),
+            "`draft_vocab_size` is 32000: this drafter has a reduced draft vocabulary",
+        ),
+        (lambda c: c.update(sliding_window_non_causal=1), "must be true or false"),
         (lambda c: c.update(sample_from_anchor=True), "sample from anchor"),
         (lambda c: c.update(speculators_model_type="eagle3"), "`speculators_model_type` is 'eagle3'"),
         (lambda c: c.update(aux_hidden_state_layer_ids=[0, 1, 2]), "0, the embeddings, is not supported"),
@@ -322,7 +328,7 @@ def test_speculators_default_of_what_is_not_stated(tmp_path, target_folder):
     ),
 )
 def test_what_is_refused_of_speculators(change, sentence, tmp_path, target_folder, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     drafter_of(tmp_path / "ours", target_name_or_path=target_folder)
     export_drafter(str(tmp_path / "ours"), tmp_path / "out", "speculators")
     rewrite(tmp_path / "out", lambda c: change(c) and None)

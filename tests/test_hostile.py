@@ -6,11 +6,12 @@ import struct
 
 import pytest
 import torch
-from conftest import tiny_drafter
+from conftest import tiny_drafter, tiny_target
 from dflash_hub.convert import checkpoint as checkpoint_module
 from dflash_hub.convert.checkpoint import open_checkpoint, write_tensors
 from dflash_hub.convert.exporting import export_drafter
 from dflash_hub.convert.importing import import_drafter
+from dflash_hub.convert.reading import read_drafter
 from safetensors.torch import load_file, save_file
 
 
@@ -130,6 +131,45 @@ def test_broken_input_gets_a_sentence_and_leaves_nothing(name, zlab, tmp_path):
     with pytest.raises((ValueError, OSError), match=sentence):
         import_drafter(str(zlab), tmp_path / "back")
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+SENSELESS = (None, "x", -1, [], {"a": 1}, 10**30)
+
+
+@pytest.mark.parametrize("layout", ("dflash-hub", "zlab", "speculators", "transformers"))
+def test_no_value_of_a_config_gets_past_with_another_kind_of_error(layout, tmp_path):
+    """Every entry of config.json in turn, with values that make no sense: a sentence, or no harm."""
+    tiny_target("llama").save_pretrained(tmp_path / "target")
+    tiny_drafter(layer_types=["sliding_attention"] * 2, sliding_window=8, block_causal=[False] * 2).save_pretrained(
+        tmp_path / "dflash-hub"
+    )
+    target = str(tmp_path / "target")
+    if layout != "dflash-hub":
+        export_drafter(str(tmp_path / "dflash-hub"), tmp_path / layout, layout, target=target)
+    path = tmp_path / layout / "config.json"
+    config = path.read_text()
+    refused = 0
+    for number, place in enumerate(entries(json.loads(config))):
+        for value in SENSELESS[number % 2 :: 2]:
+            changed = json.loads(config)
+            inner = changed
+            for key in place[:-1]:
+                inner = inner[key]
+            inner[place[-1]] = value
+            path.write_text(json.dumps(changed))
+            try:
+                read_drafter(str(tmp_path / layout), target=target)
+            except (ValueError, OSError) as error:
+                refused += 1
+                assert len(str(error)) > 20
+    assert refused > 25
+
+
+def entries(config: dict, place: tuple = ()):
+    for key, value in config.items():
+        yield (*place, key)
+        if isinstance(value, dict):
+            yield from entries(value, (*place, key))
 
 
 def test_huge_json_is_not_read(zlab, tmp_path, monkeypatch):
