@@ -22,7 +22,7 @@ test-oldest: .venv-oldest/.test
 		tests/test_configuration_dflash.py tests/test_modeling_dflash.py tests/test_generation_dflash.py \
 		tests/test_choice_dflash.py tests/test_native_route.py tests/test_remote_code.py tests/test_families.py
 
-peers: $(VENV)/.test $(VENV)/.demo .venv-peers/.zlab
+peers: $(VENV)/.test $(VENV)/.demo .venv-peers/.zlab .venv-speculators/.speculators .venv-engines/.files
 	$(BIN)/python -m pytest -m peers
 
 lint: $(VENV)/.test
@@ -63,5 +63,20 @@ $(VENV)/.quant: $(VENV)/.base
 	.venv-peers/bin/python -m pip install -q --no-deps dflash==0.1.0
 	touch $@
 
+# The speculators package, with the transformers that it asks for.
+.venv-speculators/.speculators:
+	test -x .venv-speculators/bin/python || $(PYTHON) -m venv .venv-speculators
+	.venv-speculators/bin/python -m pip install -q torch==2.13.0
+	.venv-speculators/bin/python -m pip install -q speculators==0.9.0
+	touch $@
+
+# Of vLLM and SGLang only the Python files, unpacked and never imported: they need a GPU.
+.venv-engines/.files: $(VENV)/.base
+	$(BIN)/python -m pip download -q --no-deps -d .venv-engines/wheels vllm==0.33.0 sglang==0.5.23
+	$(BIN)/python -c "import glob, zipfile; [z.extract(n, '.venv-engines') for w in glob.glob('.venv-engines/wheels/*.whl') \
+		for z in [zipfile.ZipFile(w)] for n in z.namelist() if n.endswith('.py')]"
+	rm -r .venv-engines/wheels
+	touch $@
+
 clean:
-	rm -rf .venv .venv-oldest .venv-peers *.egg-info
+	rm -rf .venv .venv-oldest .venv-peers .venv-speculators .venv-engines *.egg-info

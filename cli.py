@@ -82,38 +82,120 @@ def init(
 
 @app.command("import", epilog="\b\ndflash-hub import z-lab/Qwen3-8B-DFlash-b16 qwen3-8b-dflash --target Qwen/Qwen3-8B")
 def import_(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint in z-lab's layout: repository or folder.")],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="Folder to write.")],
-    target: Annotated[str | None, typer.Option(help="The model that the drafter was made for, to be recorded.")] = None,
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint of any known format: repository or folder.")],
+    destination: Annotated[str | None, typer.Argument(metavar="DST", help="Folder to write.")] = None,
+    target: Annotated[str | None, typer.Option(help="The model that the drafter was made for.")] = None,
     chat: Annotated[bool | None, typer.Option(help="Record: made for text in the target's chat template.")] = None,
     thinking: Annotated[bool | None, typer.Option(help="Record: made for the target's thinking mode.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Revision of SRC.")] = None,
+    config: Annotated[str | None, typer.Option(help="A config.json elsewhere, as for training states.")] = None,
+    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Read .pt and .bin files too.")] = False,
+    check_target: Annotated[
+        bool, typer.Option(help="Compare copies of the target's tensors with the target before they are dropped.")
+    ] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the mapping, write nothing.")] = False,
     force: Force = False,
 ):
     """Turn a foreign checkpoint into a folder that AutoModel loads and `generate` takes."""
-    from .convert.zlab import import_zlab
+    from .convert.description import mapping
+    from .convert.importing import import_drafter
 
-    config = import_zlab(source, destination, force, target, chat, thinking)
-    typer.echo(
-        f"wrote {destination}: {config.num_hidden_layers} layers, block {config.block_size}, taps {config.target_layer_ids} "
-        f"of {config.num_target_layers}, mask token {config.mask_token_id}\n"
-        f'next: AutoModel.from_pretrained("{destination}", trust_remote_code=True)'
+    if destination is None and not dry_run:
+        raise ValueError("pass a folder to write, or --dry-run to write nothing.")
+    done = import_drafter(
+        source, destination, force, target, chat, thinking, revision, config, allow_pickle, check_target, dry_run
     )
+    if dry_run:
+        typer.echo(mapping(done.lines, done.config))
+    for note in done.notes:
+        typer.echo(f"- {note}")
+    found = done.config
+    typer.echo(
+        f"read {source}: {done.title}, {found.num_hidden_layers} layers, block {found.block_size}, taps "
+        f"{found.target_layer_ids} of {found.num_target_layers}, mask token {found.mask_token_id}"
+    )
+    if not dry_run:
+        typer.echo(
+            f'wrote {destination}\nnext: AutoModel.from_pretrained("{destination}", trust_remote_code=True), or '
+            f"dflash-hub inspect {destination}"
+        )
 
 
-@app.command(epilog="\b\ndflash-hub export . zlab-folder --to zlab")
+@app.command(epilog="\b\ndflash-hub export . drafter-for-vllm --to vllm")
 def export(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A drafter of ours: repository or folder.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A drafter: repository or folder.")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="Folder to write.")],
-    to: Annotated[str, typer.Option(help="Layout to write: zlab.")] = "zlab",
+    to: Annotated[str, typer.Option(help="zlab, vllm, sglang, speculators or transformers.")] = "zlab",
+    target: Annotated[str | None, typer.Option(help="Where speculators' copies of its tensors come from.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Revision of SRC.")] = None,
+    yarn: Annotated[float | None, typer.Option(help="Scale RoPE by this factor, with YaRN.")] = None,
+    context_length: Annotated[int | None, typer.Option(help="Positions to state.")] = None,
     force: Force = False,
 ):
-    """Write a drafter in the layout of another ecosystem."""
-    from .convert.zlab import NOT_IN_ZLAB, export_zlab
+    """Write a drafter for an engine or in the format of another package."""
+    from .convert.engines import other_readers
+    from .convert.exporting import export_drafter
 
-    if to != "zlab":
-        raise ValueError(f"--to {to!r} is not a layout that this version writes; it writes: zlab.")
-    export_zlab(source, destination, force)
-    typer.echo(f"wrote {destination} in z-lab's layout; not carried, for want of a place: {', '.join(NOT_IN_ZLAB)}")
+    done = export_drafter(source, destination, to, force, target, revision, yarn, context_length)
+    for remark in done.remarks:
+        typer.echo(f"- {remark}.")
+    typer.echo(
+        f"wrote {destination} for {done.title}; not carried, for want of a place: {', '.join(done.not_carried)}\n"
+        f"next:\n{done.usage}"
+    )
+    if to == "zlab":
+        typer.echo(
+            f"\nothers that read this folder, as their documentation says (not tried):\n{other_readers(done.config, destination)}"
+        )
+
+
+@app.command(epilog="\b\ndflash-hub inspect .")
+def inspect(
+    source: Annotated[str, typer.Argument(metavar="DIR", help="A drafter of any known format: folder or repository.")],
+    target: Annotated[str | None, typer.Option(help="The target, where the format does not state its depth.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Revision of DIR.")] = None,
+    config: Annotated[str | None, typer.Option(help="A config.json elsewhere, as for training states.")] = None,
+    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Read .pt and .bin files too.")] = False,
+):
+    """Say what a drafter is, which engines serve it and how, and what is odd about it."""
+    from .convert.description import describe
+    from .convert.reading import read_drafter
+
+    typer.echo(describe(read_drafter(source, target, revision, config, allow_pickle)))
+
+
+@app.command(epilog="\b\ndflash-hub card my-drafter --benchmark bench-demo/summary.json")
+def card(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A drafter's folder.")],
+    benchmark: Annotated[list[Path] | None, typer.Option(help="A summary.json of bench; repeatable.")] = None,
+    repository: Annotated[str | None, typer.Option(help="Id on the Hub, for the snippet.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a README.md that someone wrote.")] = False,
+):
+    """Write the model card from the folder's config, its training record and benchmarks."""
+    from .convert.card import write_card
+
+    write_card(folder, benchmark or (), repository, force)
+    typer.echo(f"wrote {folder}/README.md\nnext: dflash-hub push {folder} ORG/NAME --dry-run")
+
+
+@app.command(epilog="\b\ndflash-hub push my-drafter my-name/my-drafter --dry-run")
+def push(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A drafter's folder.")],
+    repository: Annotated[str, typer.Argument(metavar="REPO", help="Id on the Hub, as org/name.")],
+    public: Annotated[bool, typer.Option("--public", help="Create a public repository, not a private one.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files, upload nothing.")] = False,
+):
+    """Upload folder, code and card to the Hub."""
+    from .convert.pushing import push_drafter
+
+    files, url = push_drafter(folder, repository, not public, dry_run)
+    typer.echo("\n".join(files))
+    if url is None:
+        typer.echo(f"nothing uploaded; next: dflash-hub push {folder} {repository}")
+    else:
+        typer.echo(
+            f'uploaded: {url}\nnext: AutoModel.from_pretrained("{repository}", revision="COMMIT", trust_remote_code=True)'
+        )
 
 
 @app.command(

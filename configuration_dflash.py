@@ -41,6 +41,23 @@ UNSUPPORTED_PARTS = {
     "draft_vocab_size": "a reduced draft vocabulary",
     "mask_embedding": "a learned mask embedding",
 }
+# Switches of other readers, and the one value under which they change nothing.
+UNSUPPORTED_SWITCHES = {
+    "gating": (False, "gates on the attention (Laguna)"),
+    "is_neox_style": (True, "interleaved rotary embeddings"),
+    "rope_is_neox_style": (True, "interleaved rotary embeddings"),
+    "use_gemma_norm": (False, "norms that multiply by 1 + weight"),
+    "use_aux_hidden_state": (True, "no tapped features"),
+    "logit_scale": (1.0, "another scale on the draft logits"),
+    "has_embed_tokens": (False, "embeddings of its own"),
+    "has_own_lm_head": (False, "an LM head of its own"),
+    "quantization_config": (None, "quantised weights"),
+}
+# The class names under which stacks save a plain DFlash drafter.
+ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel", "DFlashLagunaForCausalLM")
+
+# Raised when a file of an earlier version would be read in another way; a file without it is of version 1.
+FORMAT_VERSION = 1
 
 
 class DFlashConfig(PreTrainedConfig):
@@ -70,6 +87,7 @@ class DFlashConfig(PreTrainedConfig):
         target_name_or_path, target_revision: the model that the drafter was made for.
         target_chat, target_thinking: whether it was made for text in the target's chat template, and for its thinking
             mode; None when not recorded.
+        format_version: of config.json, see `FORMAT_VERSION`.
 
     Raises:
         TypeError: a field without a default is missing.
@@ -113,6 +131,7 @@ class DFlashConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
     tie_word_embeddings: bool = False
+    format_version: int = FORMAT_VERSION
 
     def __post_init__(self, **kwargs):
         _refuse_unsupported_parts(kwargs, self.vocab_size)
@@ -134,6 +153,11 @@ class DFlashConfig(PreTrainedConfig):
         self._check()
 
     def _check(self):
+        _require(
+            _is_int(self.format_version) and self.format_version == FORMAT_VERSION,
+            f"`format_version` is {self.format_version!r}, this code reads {FORMAT_VERSION}. A newer file needs a newer "
+            "dflash-hub; `dflash-hub import OLD NEW` rewrites a folder for the installed one.",
+        )
         for name in (
             "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
             "head_dim max_position_embeddings num_target_layers"
@@ -154,6 +178,10 @@ class DFlashConfig(PreTrainedConfig):
             f"`attention_dropout` must be in [0, 1), got {self.attention_dropout!r}.",
         )
         _require(self.hidden_act in ACT2FN, f"`hidden_act` {self.hidden_act!r} is no activation of transformers.")
+        for name in ("attention_bias", "tie_word_embeddings", "target_chat", "target_thinking"):
+            allowed = (True, False) if not name.startswith("target") else (True, False, None)
+            value = getattr(self, name)
+            _require(any(value is one for one in allowed), f"`{name}` must be one of {list(allowed)}, got {value!r}.")
         _require(
             not self.tie_word_embeddings, "a drafter has no embeddings to tie: `tie_word_embeddings` must be false."
         )
@@ -257,10 +285,11 @@ def read_config_dict(config: dict) -> dict:
     """
     if config.get("model_type") == "dflash" and "dflash_config" not in config:
         return config
-    if "dflash_config" not in config and config.get("architectures") != ["DFlashDraftModel"]:
+    known = isinstance(config.get("architectures"), list) and set(config["architectures"]) & set(ARCHITECTURES)
+    if "dflash_config" not in config and not known:
         raise ValueError(
             f"not the configuration of a DFlash drafter: model_type {config.get('model_type')!r}, architectures "
-            f"{config.get('architectures')!r}, no `dflash_config`."
+            f"{config.get('architectures')!r}, no `dflash_config`. `dflash-hub import` reads more formats."
         )
     return _ZlabReader(config).read()
 
@@ -276,15 +305,25 @@ class _ZlabReader:
     def __init__(self, config: dict):
         self.top = config
         self.nested = config.get("dflash_config") or {}
+        _require(
+            isinstance(self.nested, dict), f"`dflash_config` must be a dictionary, it is {type(self.nested).__name__}."
+        )
 
     def read(self) -> dict:
         architectures = self.top.get("architectures") or ["DFlashDraftModel"]
         _require(
-            architectures == ["DFlashDraftModel"],
-            f"expected architectures ['DFlashDraftModel'], found {architectures}. Other drafters are not supported yet.",
+            len(architectures) == 1 and architectures[0] in ARCHITECTURES,
+            f"expected one of the architectures {list(ARCHITECTURES)}, found {architectures}. Drafters of other methods are "
+            "not supported.",
         )
         for place in (self.top, self.nested):
             _refuse_unsupported_parts(place, self.top.get("vocab_size"))
+            for name, (harmless, part) in UNSUPPORTED_SWITCHES.items():
+                _require(
+                    place.get(name) in (None, harmless),
+                    f"`{name}` is {place.get(name)!r}: this drafter has {part}, which is not supported. Loading it without "
+                    "that part would run, and draft badly.",
+                )
         unknown = sorted(set(self.nested) - self.NESTED_NAMES - set(UNSUPPORTED_PARTS))
         _require(not unknown, f"`dflash_config` holds {unknown}, which this version does not know how to honour.")
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 # By this line of its docstring our `custom_generate/generate.py` is told from others.
 CUSTOM_GENERATE_MARK = "Hands over to the drafter that it is given"
+# By this line a card of ours is told from one that someone wrote, and must not be replaced.
+CARD_MARK = "<!-- Written by dflash-hub; `dflash-hub card` writes it again. -->"
 
 
 def generate(model, assistant_model=None, **kwargs):
@@ -41,6 +43,8 @@ library_name: transformers
 - block-diffusion
 - custom_generate
 ---
+
+{CARD_MARK}
 
 # DFlash drafter
 

@@ -65,11 +65,11 @@ class Bench:
 
     def zlab_folder(self) -> str:
         """The drafter in z-lab's layout, written to a temporary folder that lives as long as the run."""
-        from ..convert.zlab import export_zlab
+        from ..convert.exporting import export_drafter
 
         self._zlab = tempfile.TemporaryDirectory()
         folder = Path(self._zlab.name) / "drafter"
-        export_zlab(self.drafter_path, folder)
+        export_drafter(self.drafter_path, folder)
         return str(folder)
 
     def resolved(self) -> dict:

@@ -91,11 +91,11 @@ def summarise(folder: Path) -> list[dict]:
     return rows
 
 
-def _interval(value, digits=2) -> str:
+def interval(value, digits=2) -> str:
     return "-" if value is None else f"{value[0]:.{digits}f} [{value[1]:.{digits}f}, {value[2]:.{digits}f}]"
 
 
-def _table(head: list[str], rows: list[list]) -> str:
+def table(head: list[str], rows: list[list]) -> str:
     lines = ["| " + " | ".join(map(str, head)) + " |", "|" + "---|" * len(head)]
     return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
 
@@ -117,12 +117,12 @@ def markdown(folder: Path, rows: list[dict], compare: Path | None) -> str:
             f"**Not complete**: {sum(row['texts'] for row in rows)} texts of at least {wanted}; run the command again."
         )
     parts.append(
-        _table(
+        table(
             ["set", "method", "texts", "tau", "tokens/s", "speed-up", "first token", "passes: target, drafter", "same text"],
             [
                 [
-                    row["set"], row["method"], row["texts"], _interval(row["tau"]), f"{row['tokens_per_second']:.1f}",
-                    _interval(row["speedup"]), f"{row['first_token']:.2f} s",
+                    row["set"], row["method"], row["texts"], interval(row["tau"]), f"{row['tokens_per_second']:.1f}",
+                    interval(row["speedup"]), f"{row['first_token']:.2f} s",
                     f"{row['target_passes']:.1f}, {row['drafter_passes']:.1f}",
                     f"{row['same']} of {row['compared']}" + (f", {row['excused']} at ties" if row["excused"] else "")
                     if row["compared"] else "-",
@@ -136,7 +136,7 @@ def markdown(folder: Path, rows: list[dict], compare: Path | None) -> str:
         longest = max(len(row["slots"]) for row in drafting)
         parts.append("Acceptance by slot: cumulative / conditional")
         parts.append(
-            _table(
+            table(
                 ["set", "method", *range(1, longest + 1)],
                 [[r["set"], r["method"], *(f"{a:.2f} / {c:.2f}" for a, c in r["slots"])] for r in drafting],
             )
@@ -145,7 +145,7 @@ def markdown(folder: Path, rows: list[dict], compare: Path | None) -> str:
     if timed:
         parts.append("Median milliseconds of a target pass by its tokens")
         parts.append(
-            _table(
+            table(
                 ["set", "method", "mean prompt", "tokens: milliseconds"],
                 [
                     [
@@ -188,8 +188,8 @@ def comparison(folder: Path, before: Path) -> str:
             for what, value, still in (("tau", change, 0), ("speed", speed, 1))
             if value and not value[1] <= still <= value[2]
         ]
-        rows.append([set_name, method, len(pairs), _interval(change), _interval(speed), ", ".join(moved) or "nothing"])
-    return _table(["set", "method", "texts", "tau, change", "seconds before / now", "beyond noise"], rows)
+        rows.append([set_name, method, len(pairs), interval(change), interval(speed), ", ".join(moved) or "nothing"])
+    return table(["set", "method", "texts", "tau, change", "seconds before / now", "beyond noise"], rows)
 
 
 def write_report(folder: Path, compare: Path | None = None) -> str:

@@ -66,8 +66,7 @@ def init_drafter(
     )
     reasons.append(reason)
     config = derive_config(skeleton, mask_id, layers, block_size, taps, window, reasons)
-    # A folder's path means nothing elsewhere; its name may.
-    config.target_name_or_path = Path(target).resolve().name if Path(target).is_dir() else target
+    config.target_name_or_path = recorded_name(target)
     config.target_revision = revision
     config.target_chat = tokenizer.chat_template is not None
     reasons += check_borrowed(target, skeleton, revision)
@@ -82,6 +81,11 @@ def init_drafter(
                 reasons.append(copy_target_layers(drafter, target, skeleton, text.num_hidden_layers, revision))
             drafter.save_pretrained(folder)
     return Plan(config, reasons, parameters)
+
+
+def recorded_name(target: str) -> str:
+    """What a drafter records of its target: a folder's path means nothing elsewhere, its name may."""
+    return Path(target).resolve().name if Path(target).is_dir() else target
 
 
 def target_skeleton(config):
@@ -343,9 +347,7 @@ def check_borrowed(target: str, skeleton, revision: str | None) -> list[str]:
     files = weight_files(target, revision)
     if not files:
         return ["embedding and head: not checked, the target has no safetensors files"]
-    names = {id(module): name for name, module in skeleton.named_modules()}
-    embedding = _in_files(f"{names[id(skeleton.get_input_embeddings())]}.weight", files)
-    head = _in_files(f"{names[id(skeleton.get_output_embeddings())]}.weight", files)
+    embedding, head = borrowed_names(skeleton, files)
     if embedding is None:
         return ["embedding and head: not checked, the target's files name its tensors in another way"]
     if not skeleton.config.get_text_config(decoder=True).tie_word_embeddings:
@@ -362,6 +364,13 @@ def check_borrowed(target: str, skeleton, revision: str | None) -> list[str]:
             )
         return [f"tied head {head}: equal to {embedding}"]
     return [f"tied head: {embedding}"]
+
+
+def borrowed_names(skeleton, files: dict[str, str]) -> tuple[str | None, str | None]:
+    """The names of embedding and head in the target's files, None where they are not there."""
+    names = {id(module): name for name, module in skeleton.named_modules()}
+    borrowed = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
+    return tuple(_in_files(f"{names[id(module)]}.weight", files) for module in borrowed)
 
 
 def _in_files(name: str, files: dict[str, str]) -> str | None:

@@ -1,85 +1,53 @@
-"""z-lab's layout: the checkpoints that z-lab, SpecForge and Model-Optimizer write, and that vLLM and SGLang read.
+"""z-lab's layout: what z-lab, SpecForge, Model-Optimizer and NeMo AutoModel write, and what vLLM and SGLang read.
 
 The tensors are those of `DFlashDraftModel`, name by name; only config.json differs.
 """
 
-import json
-from pathlib import Path
-
 import torch
-from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError
 
-from ..configuration_dflash import SLIDING, DFlashConfig
-from ..hub_dflash import write_text
-from ..modeling_dflash import DFlashDraftModel
-from .folders import new_folder
-
-
-def import_zlab(
-    source: str,
-    destination: str,
-    force: bool = False,
-    target: str | None = None,
-    chat: bool | None = None,
-    thinking: bool | None = None,
-) -> DFlashConfig:
-    """Turn a z-lab checkpoint (folder or Hub repository) into a complete folder of ours.
-
-    Args:
-        target, chat, thinking: what the drafter was made for, recorded in the config; z-lab's has no place for it.
-
-    Raises:
-        ValueError: the checkpoint is of another kind, incomplete, or holds what is not supported; names it.
-        FileExistsError: see `new_folder`.
-    """
-    with new_folder(destination, force) as folder:
-        drafter = _load(source)
-        for name, value in (("target_name_or_path", target), ("target_chat", chat), ("target_thinking", thinking)):
-            if value is not None:
-                setattr(drafter.config, name, value)
-        drafter.save_pretrained(folder)
-    return drafter.config
-
-
-def export_zlab(source: str, destination: str, force: bool = False) -> DFlashConfig:
-    """Write a drafter in z-lab's layout, for z-lab's own package, vLLM and SGLang. It holds no code.
-
-    Raises:
-        ValueError: the layout cannot say what this drafter is.
-        FileExistsError: see `new_folder`.
-    """
-    with new_folder(destination, force) as folder:
-        drafter = _load(source)
-        config = zlab_config_dict(drafter.config)
-        read_back = DFlashConfig.from_dict(json.loads(json.dumps(config)))
-        _check_equal(drafter.config, read_back)
-        save_torch_state_dict({name: tensor.contiguous() for name, tensor in drafter.state_dict().items()}, folder)
-        write_text(Path(folder) / "config.json", json.dumps(config, indent=2) + "\n")
-    return drafter.config
-
-
-def _load(source: str) -> DFlashDraftModel:
-    try:
-        return DFlashDraftModel.from_pretrained(source, use_safetensors=True, dtype="auto")
-    except OSError as error:
-        raise OSError(f"cannot read {source!r}: {error}") from error
-    except SafetensorError as error:
-        raise ValueError(f"the weights in {source!r} are unreadable, truncated perhaps: {error}") from error
-
+from ..configuration_dflash import SLIDING, DFlashConfig, read_config_dict
 
 # Fields of ours that z-lab's config.json has no place for. They say how to use a drafter, not what it computes.
-NOT_IN_ZLAB = ("num_draft_tokens", "target_name_or_path", "target_revision", "target_chat", "target_thinking")
+NOT_CARRIED = (
+    "format_version",
+    "num_draft_tokens",
+    "target_name_or_path",
+    "target_revision",
+    "target_chat",
+    "target_thinking",
+)
+SAME = (
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act "
+    "rms_norm_eps max_position_embeddings vocab_size attention_bias attention_dropout initializer_range layer_types "
+    "sliding_window bos_token_id eos_token_id pad_token_id"
+).split()
+DRAFTING = ("block_size", "mask_token_id", "target_layer_ids")
 
 
-def zlab_config_dict(config: DFlashConfig) -> dict:
-    """config.json in z-lab's spelling; block size and RoPE in every place where some reader looks for them."""
-    same = (
-        "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act "
-        "rms_norm_eps max_position_embeddings vocab_size attention_bias attention_dropout initializer_range layer_types "
-        "sliding_window bos_token_id eos_token_id pad_token_id num_target_layers block_size mask_token_id target_layer_ids"
-    ).split()
-    nested = {name: getattr(config, name) for name in ("block_size", "mask_token_id", "target_layer_ids")}
+def recognises(config: dict) -> bool:
+    # Also the class names of drafters that are refused: their config says by which part.
+    return "dflash_config" in config or "DFlash" in str(config.get("architectures"))
+
+
+def read(config: dict, facts) -> dict:
+    """The fields of `DFlashConfig`; the target's facts are all in the file."""
+    return read_config_dict(config)
+
+
+def inexpressible(config: DFlashConfig) -> list[str]:
+    """What z-lab's layout has no way to say, a sentence each."""
+    default = [layer_type == SLIDING for layer_type in config.layer_types]
+    if len(set(config.block_causal)) > 1 and config.block_causal != default:
+        return [
+            f"`block_causal` is {config.block_causal} for `layer_types` {config.layer_types}; it knows one value for all "
+            "layers, or causal sliding layers beside bidirectional full ones"
+        ]
+    return []
+
+
+def write(config: DFlashConfig, facts) -> dict:
+    """config.json in z-lab's spelling; block size, taps, mask token and RoPE in every place where some reader looks."""
+    nested = {name: getattr(config, name) for name in DRAFTING}
     for name, neutral in (
         ("input_embedding_scale", 1.0),
         ("output_multiplier", 1.0),
@@ -87,12 +55,26 @@ def zlab_config_dict(config: DFlashConfig) -> dict:
     ):
         if getattr(config, name) != neutral:
             nested[name] = getattr(config, name)
-    sliding = SLIDING in config.layer_types
-    scaling = {name: value for name, value in config.rope_parameters.items() if name != "rope_theta"}
     written = {
         "architectures": ["DFlashDraftModel"],
+        **decoder_config(config),
+        **{name: getattr(config, name) for name in DRAFTING},
+        "num_target_layers": config.num_target_layers,
+        "dflash_config": nested,
+    }
+    # Two flags say the same for all layers; a mixed layout is what readers assume without either.
+    if len(set(config.block_causal)) == 1:
+        written["is_causal"] = nested["causal"] = config.block_causal[0]
+    return written
+
+
+def decoder_config(config: DFlashConfig) -> dict:
+    """The decoder layers as a Qwen3 configuration, RoPE in its older and its newer spelling."""
+    sliding = SLIDING in config.layer_types
+    scaling = {name: value for name, value in config.rope_parameters.items() if name != "rope_theta"}
+    return {
         "model_type": "qwen3",
-        **{name: getattr(config, name) for name in same},
+        **{name: getattr(config, name) for name in SAME},
         "use_sliding_window": sliding,
         "max_window_layers": config.layer_types.index(SLIDING) if sliding else config.num_hidden_layers,
         "rope_theta": config.rope_parameters["rope_theta"],
@@ -101,23 +83,4 @@ def zlab_config_dict(config: DFlashConfig) -> dict:
         "tie_word_embeddings": False,
         "use_cache": True,
         "dtype": str(config.dtype or torch.float32).removeprefix("torch."),
-        "dflash_config": nested,
     }
-    # Two flags say the same for all layers; a mixed layout is what readers assume without either.
-    if len(set(config.block_causal)) == 1:
-        written["is_causal"] = nested["causal"] = config.block_causal[0]
-    elif config.block_causal != [layer_type == SLIDING for layer_type in config.layer_types]:
-        raise ValueError(
-            f"z-lab's layout cannot express `block_causal` {config.block_causal} for `layer_types` {config.layer_types}: it "
-            "knows one value for all layers, or causal sliding layers beside bidirectional full ones."
-        )
-    return written
-
-
-def _check_equal(config: DFlashConfig, read_back: DFlashConfig):
-    for name in type(config).__annotations__:
-        if name not in NOT_IN_ZLAB and getattr(config, name) != getattr(read_back, name):
-            raise ValueError(
-                f"z-lab's layout does not carry `{name}`: {getattr(config, name)!r} would be read back as "
-                f"{getattr(read_back, name)!r}."
-            )

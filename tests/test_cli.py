@@ -19,7 +19,7 @@ def run(*arguments, entry=(str(ENTRY),), **kwargs):
 def test_help_names_every_command(entry):
     done = run("--help", entry=entry)
     assert done.returncode == 0
-    for command in ("demo", "import", "export"):
+    for command in ("demo", "import", "export", "inspect", "card", "push"):
         assert command in done.stdout
         help_text = run(command, "--help", entry=entry).stdout
         assert help_text.strip().splitlines()[-1].strip().startswith(f"dflash-hub {command}")
@@ -36,11 +36,35 @@ def test_import_and_export(tmp_path):
     assert run("import", "zlab", "back", "--force", cwd=tmp_path).returncode == 0
 
 
+def test_a_dry_run_prints_the_mapping_and_card_and_export_say_what_is_next(tmp_path):
+    from dflash_hub.cli import app
+    from typer.testing import CliRunner
+
+    def run(*arguments):
+        done = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    tiny_drafter(target_name_or_path="org/target").save_pretrained(tmp_path / "ours")
+    printed = run("export", tmp_path / "ours", tmp_path / "native", "--to", "transformers")
+    assert 'speculation_type="dflash"' in printed and "not carried" in printed
+    printed = run("export", tmp_path / "ours", tmp_path / "zlab")
+    assert "--target-model-dir" in printed and "not tried" in printed and "plain Qwen3 model" in printed
+    printed = run("import", tmp_path / "zlab", "--dry-run")
+    assert (
+        "layers.1.self_attn.q_proj.weight  layers.1.self_attn.q_proj.weight" in printed and '"block_causal"' in printed
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["native", "ours", "zlab"]
+    assert (
+        "dflash-hub push" in run("card", tmp_path / "ours") and "## Serve" in (tmp_path / "ours/README.md").read_text()
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     (
         (("import", "nowhere/nothing", "x"), "nowhere/nothing"),
-        (("export", ".", "x", "--to", "gguf"), "--to 'gguf' is not a layout"),
+        (("export", ".", "x", "--to", "gguf"), "--to 'gguf' is none of zlab"),
         (("demo", "--dtype", "int4"), "--dtype 'int4' is none of"),
     ),
 )

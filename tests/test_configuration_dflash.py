@@ -302,7 +302,7 @@ BASE = READ["Qwen3-8B"]
         ({"dflash_config": BASE["dflash_config"] | {"use_swa": True, "swa_window_size": 64}}, "State it"),
         ({"dflash_config": BASE["dflash_config"] | {"mystery": 1}}, r"holds \['mystery'\]"),
         ({"layer_types": [SLIDING] * 5, "sliding_window": 64}, "`use_sliding_window` is false"),
-        ({"architectures": ["Qwen3DFlashDraftModel"]}, "found .*Qwen3DFlashDraftModel"),
+        ({"architectures": ["DSparkDraftModel"]}, "found .*DSparkDraftModel"),
         ({"is_causal": "false"}, "true or false for all layers, got 'false'"),
         ({"is_causal": [True, False]}, "true or false for all layers"),
         ({"partial_rotary_factor": 0.5}, "partial rotary embeddings are not supported"),

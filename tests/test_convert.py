@@ -6,8 +6,10 @@ import pytest
 import torch
 from conftest import tiny_drafter
 from dflash_hub import DFlashConfig, DFlashDraftModel
+from dflash_hub.convert.exporting import export_drafter
 from dflash_hub.convert.folders import new_folder
-from dflash_hub.convert.zlab import NOT_IN_ZLAB, export_zlab, import_zlab, zlab_config_dict
+from dflash_hub.convert.importing import import_drafter
+from dflash_hub.convert.zlab import NOT_CARRIED, write
 from safetensors.torch import load_file, save_file
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -30,13 +32,13 @@ def ours(request, tmp_path):
 
 
 def test_there_and_back_is_the_same_bit_for_bit(ours, tmp_path):
-    export_zlab(str(ours), tmp_path / "zlab")
-    import_zlab(str(tmp_path / "zlab"), tmp_path / "back", target="org/target", chat=True, thinking=False)
+    export_drafter(str(ours), tmp_path / "zlab")
+    import_drafter(str(tmp_path / "zlab"), tmp_path / "back", target="org/target", chat=True, thinking=False)
     for folder in ("zlab", "back"):
         assert (tmp_path / folder / "model.safetensors").read_bytes() == (ours / "model.safetensors").read_bytes()
     before, after = DFlashConfig.from_pretrained(ours), DFlashConfig.from_pretrained(tmp_path / "back")
     for name in DFlashConfig.__annotations__:
-        if name not in NOT_IN_ZLAB:
+        if name not in NOT_CARRIED:
             assert getattr(after, name) == getattr(before, name), name
     assert (after.target_name_or_path, after.target_chat, after.target_thinking) == ("org/target", True, False)
     drafter = DFlashDraftModel.from_pretrained(tmp_path / "back")
@@ -45,8 +47,8 @@ def test_there_and_back_is_the_same_bit_for_bit(ours, tmp_path):
 
 def test_the_exported_folder_says_what_engines_look_for(tmp_path):
     tiny_drafter(layer_types=[SLIDING, FULL], sliding_window=8, rope_parameters=YARN).save_pretrained(tmp_path / "ours")
-    export_zlab(str(tmp_path / "ours"), tmp_path / "zlab")
-    assert {path.name for path in (tmp_path / "zlab").iterdir()} == {"config.json", "model.safetensors"}
+    export_drafter(str(tmp_path / "ours"), tmp_path / "zlab")
+    assert {path.name for path in (tmp_path / "zlab").iterdir()} == {"README.md", "config.json", "model.safetensors"}
     config = json.loads((tmp_path / "zlab" / "config.json").read_text())
     assert (config["model_type"], config["architectures"]) == ("qwen3", ["DFlashDraftModel"])
     assert "auto_map" not in config  # without the flag a qwen3-typed folder with code would load as plain Qwen3
@@ -59,7 +61,7 @@ def test_the_exported_folder_says_what_engines_look_for(tmp_path):
 
 
 def test_all_layer_causality_is_written_in_both_places():
-    config = zlab_config_dict(tiny_drafter().config)
+    config = write(tiny_drafter().config, None)
     assert config["is_causal"] is False and config["dflash_config"]["causal"] is False
 
 
@@ -67,8 +69,8 @@ def test_what_the_layout_cannot_say_stops_the_export(tmp_path):
     tiny_drafter(layer_types=[SLIDING, FULL], sliding_window=8, block_causal=[False, True]).save_pretrained(
         tmp_path / "o"
     )
-    with pytest.raises(ValueError, match=r"cannot express `block_causal` \[False, True\]"):
-        export_zlab(str(tmp_path / "o"), tmp_path / "zlab")
+    with pytest.raises(ValueError, match=r"cannot take this drafter: `block_causal` is \[False, True\]"):
+        export_drafter(str(tmp_path / "o"), tmp_path / "zlab")
     assert not (tmp_path / "zlab").exists() and not list(tmp_path.glob(".zlab*"))
 
 
@@ -77,9 +79,9 @@ def test_nothing_is_overwritten_or_left_half_written(ours, tmp_path):
     destination.mkdir()
     (destination / "config.json").write_text("{}")
     with pytest.raises(FileExistsError, match="pass --force"):
-        export_zlab(str(ours), destination)
+        export_drafter(str(ours), destination)
     assert (destination / "config.json").read_text() == "{}"
-    export_zlab(str(ours), destination, force=True)
+    export_drafter(str(ours), destination, force=True)
     assert json.loads((destination / "config.json").read_text())["model_type"] == "qwen3"
 
     with pytest.raises(RuntimeError, match="breaks"), new_folder(destination, force=True) as folder:
@@ -91,7 +93,7 @@ def test_nothing_is_overwritten_or_left_half_written(ours, tmp_path):
     precious.mkdir()
     (precious / "thesis.txt").write_text("x")
     with pytest.raises(FileExistsError, match="is no model folder"):
-        export_zlab(str(ours), precious, force=True)
+        export_drafter(str(ours), precious, force=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "precious", "there"]
 
 
@@ -120,7 +122,7 @@ def test_a_failed_replacement_leaves_the_old_folder(monkeypatch, tmp_path):
         (lambda f: (f / "config.json").unlink(), "config.json"),
         (
             lambda f: (f / "config.json").write_text('{"model_type": "llama"}'),
-            "not the configuration of a DFlash drafter",
+            "of no format that is known",
         ),
         (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
         (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:500]), "unreadable"),
@@ -129,10 +131,10 @@ def test_a_failed_replacement_leaves_the_old_folder(monkeypatch, tmp_path):
 )
 def test_bad_sources_stop_with_a_sentence(break_it, sentence, tmp_path):
     tiny_drafter().save_pretrained(tmp_path / "ours")
-    export_zlab(str(tmp_path / "ours"), tmp_path / "zlab")
+    export_drafter(str(tmp_path / "ours"), tmp_path / "zlab")
     break_it(tmp_path / "zlab")
     with pytest.raises((ValueError, OSError), match=sentence):
-        import_zlab(str(tmp_path / "zlab"), tmp_path / "back")
+        import_drafter(str(tmp_path / "zlab"), tmp_path / "back")
     assert not (tmp_path / "back").exists() and not list(tmp_path.glob(".back*"))
 
 

@@ -1,25 +1,41 @@
 """Real foreign code beside ours, each package in an environment of its own (`make peers`)."""
 
+import ast
 import json
 import subprocess
+import sys
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from types import SimpleNamespace
 
+import engine_rules
 import pytest
 import torch
-from conftest import ROOT
-from dflash_hub import DFlashDraftModel
-from dflash_hub.convert.zlab import export_zlab, import_zlab
-from transformers import AutoModelForCausalLM
+from conftest import ROOT, tiny_drafter, tiny_target
+from dflash_hub import DFlashConfig, DFlashDraftModel
+from dflash_hub.convert.exporting import export_drafter
+from dflash_hub.convert.importing import import_drafter
+from safetensors.torch import load_file
+from test_formats import KINDS, drafter_of
+from transformers import AutoConfig, AutoModelForCausalLM
 
 pytestmark = pytest.mark.peers
 PEERS = ROOT / ".venv-peers" / "bin" / "python"
+SPECULATORS = ROOT / ".venv-speculators" / "bin" / "python"
+ENGINES = ROOT / ".venv-engines"
+FULL, SLIDING = "full_attention", "sliding_attention"
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}
 
 
 @pytest.fixture(params=("as it is", "our export of our import"))
 def zlab_folder(request, fixture_folder, tmp_path):
     if request.param == "as it is":
         return fixture_folder
-    import_zlab(str(fixture_folder), tmp_path / "ours")
-    export_zlab(str(tmp_path / "ours"), tmp_path / "zlab")
+    import_drafter(str(fixture_folder), tmp_path / "ours")
+    export_drafter(str(tmp_path / "ours"), tmp_path / "zlab")
     return tmp_path / "zlab"
 
 
@@ -62,3 +78,160 @@ def test_the_bench_measures_z_labs_package(smollm2_path, tmp_path):
         assert records["zlab", row_id]["same_text"] is True
         assert records["zlab", row_id]["rounds"][:-1] == records["ours", row_id]["rounds"][:-1]
         assert records["zlab", row_id]["seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    (
+        {},
+        # Its window is counted from the anchor, so that the two agree as long as nothing has left it.
+        {"layer_types": [SLIDING, FULL], "sliding_window": 64},
+        {"layer_types": [SLIDING] * 2, "sliding_window": 64, "block_causal": [False] * 2},
+        {"attention_bias": True, "rope_parameters": YARN},
+    ),
+)
+def test_the_speculators_package_computes_what_ours_does(fields, tmp_path):
+    if not SPECULATORS.exists():
+        pytest.skip(f"the speculators package is not installed at {SPECULATORS}; run `make peers`")
+    target, drafter = tiny_target("llama"), tiny_drafter(**fields)
+    target.save_pretrained(tmp_path / "target")
+    drafter.save_pretrained(tmp_path / "ours")
+    export_drafter(str(tmp_path / "ours"), tmp_path / "out", "speculators", target=str(tmp_path / "target"))
+    script = ROOT / "tests" / "speculators_forward.py"
+    done = subprocess.run(
+        [SPECULATORS, script, tmp_path / "out", tmp_path / "made.safetensors", tmp_path / "saved"],
+        capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    made = load_file(tmp_path / "made.safetensors")
+    assert torch.equal(made["embed_tokens"], target.get_input_embeddings().weight)
+    assert torch.equal(made["lm_head"], target.get_output_embeddings().weight)
+    block = drafter.config.block_size
+    anchors = made["block_indices"].view(-1, block)[:, 0].tolist()
+    assert any(anchor > 1 for anchor in anchors)
+    for number, anchor in enumerate(anchors):
+        ids = torch.full((1, block), drafter.config.mask_token_id)
+        ids[0, 0] = made["input_ids"][0, anchor]
+        with torch.no_grad():
+            ours = drafter(target.get_input_embeddings()(ids), made["features"][:, :anchor]).last_hidden_state
+        theirs = made["hidden"][:, number * block : (number + 1) * block]
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        # Slot 0 is the anchor; a shift by one slot or one tap would show here.
+        logits = drafter.draft_logits(ours, target.get_output_embeddings())
+        torch.testing.assert_close(
+            logits, made["logits"][:, number * block : (number + 1) * block], rtol=1e-4, atol=1e-4
+        )
+
+    import_drafter(str(tmp_path / "saved"), tmp_path / "back")  # what the package saved itself
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(torch.equal(back[name], tensor) for name, tensor in drafter.state_dict().items())
+    config = DFlashConfig.from_pretrained(tmp_path / "back")
+    for name in (
+        "target_layer_ids",
+        "block_causal",
+        "layer_types",
+        "sliding_window",
+        "rope_parameters",
+        "mask_token_id",
+    ):
+        assert getattr(config, name) == getattr(drafter.config, name), name
+
+
+def functions_of(path, names: str, **namespace) -> SimpleNamespace:
+    """Some top-level definitions of a foreign file, run without what the file imports: an engine needs a GPU to import."""
+    if not path.exists():
+        pytest.skip(f"the engine's files are not at {path}; run `make peers`")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    wanted = names.split()
+    tree.body = [
+        node
+        for node in tree.body
+        if getattr(node, "name", None) in wanted
+        or (isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) in wanted)
+    ]
+    assert len(tree.body) == len(wanted), f"{path} no longer has all of {wanted}"
+    code = compile("from __future__ import annotations\n" + ast.unparse(tree), str(path), "exec")
+    space = {"dataclass": dataclass, "Integral": Integral, "Sequence": Sequence, **vars(typing), **namespace}
+    space["__name__"] = "functions_of"
+    sys.modules.setdefault("functions_of", types.ModuleType("functions_of"))
+    exec(code, space)
+    return SimpleNamespace(**space)
+
+
+@pytest.fixture(params=[kind for kind in KINDS if kind != "scaled"])
+def served(request, tmp_path):
+    """(folder for engines, the drafter's config)"""
+    config = drafter_of(tmp_path / "ours", request.param).config
+    export_drafter(str(tmp_path / "ours"), tmp_path / "out", "vllm")
+    return tmp_path / "out", config
+
+
+def test_vllms_own_functions_read_our_folder(served):
+    folder, config = served
+    hf = AutoConfig.from_pretrained(folder)
+    runner = SimpleNamespace(use_v2_model_runner=True)
+    model = functions_of(
+        ENGINES / "vllm/model_executor/models/qwen3_dflash.py",
+        "_SLIDING_ATTENTION _dflash_layer_causal _resolve_layer_attention",
+        get_current_vllm_config=lambda: runner,
+    )
+    layers = [model._resolve_layer_attention(hf, layer) for layer in range(config.num_hidden_layers)]
+    assert layers == list(zip(config.windows, config.block_causal))
+    taps = functions_of(
+        ENGINES / "vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py", "get_eagle3_aux_layers_from_config"
+    )
+    spec = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=hf))
+    # Counted from the embeddings there.
+    assert taps.get_eagle3_aux_layers_from_config(spec) == tuple(tap + 1 for tap in config.target_layer_ids)
+    mask = functions_of(ENGINES / "vllm/v1/worker/gpu/spec_decode/utils.py", "get_parallel_drafting_token_id")
+    assert mask.get_parallel_drafting_token_id(hf) == config.mask_token_id
+    read = engine_rules.vllm(json.loads((folder / "config.json").read_text()))
+    assert layers == list(zip(read.windows, read.causal))
+
+
+def test_vllms_own_functions_read_our_speculators_folder(tmp_path):
+    tiny_target("llama").to(torch.bfloat16).save_pretrained(tmp_path / "target")
+    algos = functions_of(
+        ENGINES / "vllm/transformers_utils/configs/speculators/algos.py",
+        "SUPPORTED_SPECULATORS_TYPES register_speculator update_dflash",
+    )
+    for kind in ("plain", "mixed", "sliding, causal", "sliding, bidirectional"):
+        drafter_of(tmp_path / kind, kind)
+        out = tmp_path / f"{kind}-out"
+        export_drafter(str(tmp_path / kind), out, "speculators", target=str(tmp_path / "target"))
+        written = json.loads((out / "config.json").read_text())
+        theirs = dict(written["transformer_layer_config"])
+        algos.update_dflash(config_dict=written, pre_trained_config=theirs)
+        ours = engine_rules.vllm_from_speculators(written)
+        assert {name: value for name, value in theirs.items() if value is not None} == {
+            name: value for name, value in ours.items() if value is not None
+        }
+
+
+def test_sglangs_own_functions_read_our_folder(served):
+    folder, config = served
+    hf = AutoConfig.from_pretrained(folder)
+    utils = functions_of(
+        ENGINES / "sglang/srt/speculative/dflash_utils.py",
+        "DEFAULT_DFLASH_MASK_TOKEN _cfg_get _get_text_config _get_dflash_config _parse_optional_int DFlashDraftConfig "
+        "is_nemotron_35_draft_config get_dflash_layer_types get_dflash_attention_sliding_window_size "
+        "parse_dflash_draft_config build_target_layer_ids",
+    )
+    read = utils.parse_dflash_draft_config(draft_hf_config=hf)
+    assert (read.resolve_block_size(), read.mask_token_id) == (config.block_size, config.mask_token_id)
+    assert read.num_target_layers == config.num_target_layers
+    assert read.resolve_target_layer_ids(target_num_layers=config.num_target_layers) == config.target_layer_ids
+    kinds = SimpleNamespace(DECODER="causal", ENCODER_ONLY="bidirectional")
+    model = functions_of(
+        ENGINES / "sglang/srt/models/dflash.py",
+        "_get_dflash_attention_type _get_dflash_layer_attention_params",
+        get_dflash_layer_types=utils.get_dflash_layer_types,
+        get_dflash_attention_sliding_window_size=utils.get_dflash_attention_sliding_window_size,
+        AttentionType=kinds,
+    )
+    for layer, (window, causal) in enumerate(zip(config.windows, config.block_causal)):
+        # They count the positions to the left of a query, without itself.
+        assert model._get_dflash_layer_attention_params(hf, layer) == (
+            -1 if window is None else window - 1,
+            "causal" if causal else "bidirectional",
+        )

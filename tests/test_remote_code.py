@@ -174,9 +174,9 @@ except ValueError as error:
 
 def test_z_labs_files_load_with_the_package(drafter_folder, tmp_path):
     """`dflash_hub.DFlashDraftModel.from_pretrained("z-lab/...")` reads their repositories as they are."""
-    from dflash_hub.convert.zlab import export_zlab
+    from dflash_hub.convert.exporting import export_drafter
 
-    export_zlab(str(drafter_folder), tmp_path / "zlab")
+    export_drafter(str(drafter_folder), tmp_path / "zlab")
     fill_hub_cache(tmp_path / "zlab", tmp_path, "z-lab/Tiny-DFlash-b5")
     script = """
 del sys.modules["dflash_hub"]

@@ -1,0 +1,266 @@
+"""The model card of a drafter's folder, from what the folder records. What was not measured is said to be so."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from ..benchmark.report import interval, table
+from ..configuration_dflash import SLIDING, DFlashConfig
+from ..hub_dflash import CARD_MARK, write_text
+from .engines import TITLES, TYPED, obstacles, remarks, serve_command
+
+RECORD = "training_record.json"
+TAGS = ["speculative-decoding", "dflash", "draft-model", "block-diffusion"]
+# How the snippet loads the drafter, and where it does so until the folder has an address.
+LOAD = ', trust_remote_code=True, dtype="auto", device_map="auto")'
+INSIDE = "  # from inside this folder"
+YOURS = "<!-- What stands below this line is kept when the card is written again. -->"
+
+
+def write_card(folder: str | Path, benchmark_files=(), repository: str | None = None, force: bool = False) -> str:
+    """(Re)write README.md of a drafter's folder from its config, its `training_record.json` and benchmark summaries.
+
+    Metadata that the card does not set itself (license, language, datasets) and everything below the line that says so
+    are kept from the card before.
+
+    Args:
+        benchmark_files: `summary.json` files that `dflash-hub bench` wrote.
+        repository: id on the Hub, for the snippet; by default the snippet loads the folder from inside.
+        force: also replace a README.md that was not written by this package.
+
+    Returns:
+        The card.
+
+    Raises:
+        ValueError: the folder is no drafter of ours, or a record or summary is of another kind; names it.
+        FileExistsError: README.md was written by someone else and `force` is not set.
+    """
+    folder = Path(folder)
+    config = DFlashConfig.from_pretrained(folder)
+    path = folder / "README.md"
+    before = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if before and CARD_MARK not in before and not force:
+        raise FileExistsError(
+            f"{path} was not written by dflash-hub (it lacks the line {CARD_MARK!r}); pass --force to replace it."
+        )
+    record = _read_json(folder / RECORD, ("command", "data", "recipe", "environment", "result"))
+    benchmarks = [_read_json(Path(file), ("settings", "provenance", "rows")) for file in benchmark_files]
+    missing = [str(file) for file, summary in zip(benchmark_files, benchmarks) if summary is None]
+    if missing:
+        raise ValueError(f"no benchmark summary at {missing[0]}; `dflash-hub bench` writes summary.json.")
+
+    kept = ModelCard(before, ignore_metadata_errors=True).data.to_dict() if before.startswith("---") else {}
+    tags = TAGS + (["custom_generate"] if (folder / "custom_generate" / "generate.py").is_file() else [])
+    own = {"library_name": "transformers", "base_model": config.target_name_or_path}
+    data = {**kept, **{name: value for name, value in own.items() if value is not None}}
+    data["tags"] = tags + [tag for tag in kept.get("tags") or [] if tag not in tags]
+    yours = before.split(YOURS, 1)[1] if YOURS in before else "\n"
+    parts = [
+        f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n{CARD_MARK}",
+        *_introduction(config, repository or ".", repository is None),
+        _engines(config, repository or "FOLDER"),
+        _shape(config),
+        _training(record),
+        _measured(record, benchmarks),
+        _limits(config, repository),
+    ]
+    text = "\n\n".join(parts) + f"\n\n{YOURS}{yours}"
+    write_text(path, text)
+    return text
+
+
+def address_card(text: str, repository: str) -> str:
+    """A card of ours with the repository's id wherever it spoke of the folder; a card that someone wrote stays as it is."""
+    if CARD_MARK not in text:
+        return text
+    for place, named in (
+        (f'from_pretrained("."{LOAD}{INSIDE}', f'from_pretrained("{repository}"{LOAD}'),
+        ("dflash-hub export FOLDER ", f"dflash-hub export {repository} "),
+        ('from_pretrained("REPOSITORY"', f'from_pretrained("{repository}"'),
+    ):
+        text = text.replace(place, named)
+    return text
+
+
+def _read_json(path: Path, keys: tuple[str, ...]) -> dict | None:
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, dict) or not set(keys) <= set(found):
+        raise ValueError(f"{path} must hold {', '.join(keys)}; it holds {sorted(found) if found else found!r}.")
+    return found
+
+
+def _introduction(config: DFlashConfig, repository: str, inside: bool) -> list[str]:
+    target = config.target_name_or_path
+    chat = config.target_chat is not False
+    thinking = "" if config.target_thinking is None else f", enable_thinking={config.target_thinking}"
+    where = INSIDE if inside else ""
+    prompt = (
+        'messages = [{"role": "user", "content": "Why is the sky blue?"}]\n'
+        "inputs = tokenizer.apply_chat_template(\n"
+        f'    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"{thinking}\n'
+        ").to(target.device)"
+        if chat
+        else 'inputs = tokenizer("The sky is blue because", return_tensors="pt").to(target.device)'
+    )
+    modes = [
+        {True: "text in its chat template", False: "plain text", None: None}[config.target_chat],
+        {True: "its thinking mode", False: "its non-thinking mode", None: None}[config.target_thinking],
+    ]
+    made_for = ", ".join(mode for mode in modes if mode)
+    revision = f" (revision {config.target_revision})" if config.target_revision else ""
+    return [
+        f"# DFlash drafter for {target or 'a target that its config does not name'}",
+        f"A block-diffusion drafter ([DFlash](https://arxiv.org/abs/2602.06036)) for `{target or 'TARGET'}`{revision}"
+        + (f", made for {made_for}" if made_for else "")
+        + ". It is no model of its own: it makes its target write several tokens a pass. No weight of the target was "
+        "changed, and the text is the target's.",
+        f"""## Use
+
+```python
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+target = AutoModelForCausalLM.from_pretrained("{target or "TARGET"}", dtype="auto", device_map="auto")
+tokenizer = AutoTokenizer.from_pretrained("{target or "TARGET"}")
+drafter = AutoModel.from_pretrained("{repository}"{LOAD}{where}
+
+{prompt}
+output = target.generate(**inputs, assistant_model=drafter, max_new_tokens=256)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+print(f"{{drafter.last_speculation.tau:.2f}} tokens per target pass")
+```""",
+    ]
+
+
+def _engines(config: DFlashConfig, source: str) -> str:
+    parts = [
+        "## Serve",
+        f"Engines read other layouts than transformers does; `dflash-hub export` writes them. {TYPED}.",
+    ]
+    for engine in TITLES:
+        if stopped := obstacles(engine, config):
+            parts.append(f"{TITLES[engine]}: not served. {'; '.join(stopped)}.")
+            continue
+        exported = f"drafter-{engine}"
+        parts.append(
+            f"{TITLES[engine]}:\n\n```bash\ndflash-hub export {source} {exported} --to {engine}\n"
+            f"{serve_command(engine, config, exported)}\n```"
+        )
+        parts += [f"{remark}." for remark in remarks(engine, config)]
+    return "\n\n".join(parts)
+
+
+def _shape(config: DFlashConfig) -> str:
+    rope = ", ".join(f"{name} {value}" for name, value in config.rope_parameters.items())
+    rows = [
+        ("layers", f"{config.num_hidden_layers}: {attention_in_words(config)}"),
+        ("block", f"{config.block_size}: one anchor, {config.block_size - 1} drafted tokens"),
+        ("target layers", f"{config.target_layer_ids} of {config.num_target_layers} (0-based)"),
+        ("mask token", config.mask_token_id),
+        (
+            "width, heads, key heads, head size, MLP",
+            f"{config.hidden_size}, {config.num_attention_heads}, {config.num_key_value_heads}, {config.head_dim}, "
+            f"{config.intermediate_size}",
+        ),
+        ("RoPE", f"{rope}; {config.max_position_embeddings} positions"),
+        ("dtype", str(config.dtype).removeprefix("torch.")),
+    ]
+    return "## Shape\n\n" + table(("", ""), rows)
+
+
+def attention_in_words(config: DFlashConfig) -> str:
+    """Which layers slide, and which let a slot see only the slots before it."""
+    kinds = Counter(zip(config.layer_types, config.block_causal))
+    return ", ".join(
+        f"{count} {f'sliding (window {config.sliding_window})' if kind == SLIDING else 'full'}, "
+        f"{'causal' if causal else 'bidirectional'} in the block"
+        for (kind, causal), count in kinds.items()
+    )
+
+
+def _training(record: dict | None) -> str:
+    if record is None:
+        return f"## Training\n\nNot recorded (the folder has no `{RECORD}`)."
+    data, result = record["data"], record["result"]
+    thinking = {True: "on", False: "off", None: "not stated"}[data.get("thinking")]
+    files = [(f["name"], f["rows"], f["answer_tokens"], f"`{f['sha256'][:16]}`") for f in data["files"]]
+    recipe = [(f"`{name}`", value) for name, value in record["recipe"].items()]
+    return "\n\n".join(
+        [
+            "## Training",
+            f"`{record['command']}`",
+            _provenance(record["environment"]),
+            f"Answers of `{data.get('target')}`, thinking mode {thinking}; chat template "
+            f"`{str(data.get('chat_template_sha256'))[:16]}` (sha256).",
+            table(("file", "rows", "answer tokens", "sha256"), files),
+            f"{result['steps']} steps in {result['seconds']:.0f} s, {result['anchors']} anchors; kept: step "
+            f"{result['best_step']}.",
+            table(("recipe", ""), recipe),
+        ]
+    )
+
+
+def _measured(record: dict | None, benchmarks: list[dict]) -> str:
+    parts = ["## Measured"]
+    evaluation = record["result"].get("evaluation") if record else None
+    if evaluation:
+        slots = ", ".join(f"{share:.2f}" for share in evaluation["acceptance_by_slot"])
+        parts.append(
+            f"At the end of training, on {evaluation['prompts']} held-out prompts, {evaluation['max_new_tokens']} new tokens "
+            f"each, greedy: acceptance length {evaluation['acceptance_length']:.2f} tokens a round, the target's own "
+            f"included; acceptance by slot {slots}. {_provenance(record['environment'])}"
+        )
+    for summary in benchmarks:
+        settings, rows = summary["settings"], summary["rows"]
+        thinking = {None: "as the template", True: "on", False: "off"}[settings.get("thinking")]
+        parts.append(
+            f"Target `{settings['target']}`, drafter `{settings['drafter']}`, {settings['dtype'].removeprefix('torch.')}, "
+            f"batch 1, thinking {thinking}, `{json.dumps(settings['generation'])}`"
+        )
+        parts.append(
+            table(
+                ("set", "method", "texts", "tau", "tokens/s", "speed-up", "same text"),
+                [
+                    (
+                        row["set"], row["method"], row["texts"], interval(row["tau"]),
+                        f"{row['tokens_per_second']:.1f}", interval(row["speedup"]),
+                        f"{row['same']} of {row['compared']}" if row["compared"] else "-",
+                    )
+                    for row in rows
+                ],
+            )
+        )  # fmt: skip
+        parts.append(f"`{summary['provenance']['command']}`\n\n{_provenance(summary['provenance'])}")
+    if benchmarks:
+        parts.append(
+            "tau: tokens that a round adds to the text, the target's own token included. Speed-up: seconds of plain "
+            "`generate` over seconds of the method. In brackets: 95% interval over prompts."
+        )
+    if len(parts) == 1:
+        parts.append(
+            "Acceptance and speed: not measured. `dflash-hub bench` measures them, `dflash-hub card` adds them."
+        )
+    return "\n\n".join(parts)
+
+
+def _limits(config: DFlashConfig, repository: str | None) -> str:
+    return f"""## Limits
+
+- It drafts for the one target above. With another model of the same width it runs, and drafts badly; the text stays right.
+- Made for {config.max_position_embeddings} positions; beyond, and on text unlike its training data, fewer drafts are accepted.
+- `trust_remote_code=True` runs the Python files of this repository: read them, and pin what you have read with
+  `AutoModel.from_pretrained("{repository or "REPOSITORY"}", revision="COMMIT", trust_remote_code=True)`.
+"""
+
+
+def _provenance(origin: dict) -> str:
+    return (
+        f"Commit {origin['commit']}, {origin['date']}, {origin['device']}, Python {origin['python']}, torch {origin['torch']}, "
+        f"transformers {origin['transformers']}."
+    )

@@ -1,0 +1,257 @@
+"""Checkpoints on disk: tensors that are read and written piece by piece, so that memory does not grow with a model."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError, safe_open
+
+# Bytes of a tensor that are in memory at a time.
+PIECE = 32 * 2**20
+# A config or an index beyond this is no config or index.
+LARGEST_JSON = 64 * 2**20
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+# Where a stack puts weights and config inside of its output folder, beside the folder itself.
+INNER_FOLDERS = ("", "model/consolidated", "model")
+PICKLES = ("training_state.pt", "pytorch_model.bin")
+# In a training state the drafter's tensors are one entry of several.
+STATE_KEYS = ("draft_state_dict", "state_dict", "model")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that lies in a file, or some of its rows: read when asked for."""
+
+    file: Path
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    first: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return DTYPES.get(self.code)
+
+    def rows(self, first: int, count: int) -> "Stored":
+        return replace(self, first=self.first + first, shape=(count, *self.shape[1:]))
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """The tensor from its first row to its last, in pieces of at most `PIECE` bytes or one row."""
+        row_bytes = max(1, _elements(self.shape[1:]) * self.dtype.itemsize)
+        step = max(1, PIECE // row_bytes)
+        for start in range(self.first, self.first + self.shape[0], step):
+            stop = min(start + step, self.first + self.shape[0])
+            # Opened anew for each piece: what was read stays in memory as long as the file is open.
+            with safe_open(self.file, "pt") as file:
+                yield file.get_slice(self.name)[start:stop]
+
+    def whole(self) -> torch.Tensor:
+        return torch.cat(list(self.pieces()))
+
+
+@dataclass(frozen=True)
+class Unpickled:
+    """A tensor of a pickle, mapped into memory by torch."""
+
+    file: Path
+    name: str
+    tensor: torch.Tensor
+
+    @property
+    def code(self) -> str:
+        return CODES.get(self.tensor.dtype, str(self.tensor.dtype))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def rows(self, first: int, count: int) -> "Unpickled":
+        return replace(self, tensor=self.tensor[first : first + count])
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        yield self.tensor
+
+    def whole(self) -> torch.Tensor:
+        return self.tensor
+
+
+@dataclass
+class Checkpoint:
+    """A folder as it is found: its config and its tensors by the names in the files."""
+
+    source: str
+    folder: Path
+    config: dict
+    tensors: dict[str, Stored | Unpickled] = field(default_factory=dict)
+
+
+def open_checkpoint(
+    source: str, revision: str | None = None, config_file: str | None = None, allow_pickle: bool = False
+) -> Checkpoint:
+    """Look at a folder or a repository on the Hub: its config, and which tensors lie where. No weight is read.
+
+    Args:
+        config_file: a config.json that lies elsewhere, as for training states.
+        allow_pickle: read `training_state.pt` and `pytorch_model.bin` too, with torch's `weights_only`.
+
+    Raises:
+        OSError: nothing is there, or it cannot be read.
+        ValueError: something is there, but it is damaged or of another kind; names the file and what is wrong with it.
+    """
+    folder = local_folder(source, revision)
+    homes = [folder / inner for inner in INNER_FOLDERS]
+    configs = [Path(config_file)] if config_file else [home / "config.json" for home in homes]
+    config_path = next((path for path in configs if path.is_file()), None)
+    if config_path is None:
+        link = next((path for path in configs if path.is_symlink()), None)
+        if link:
+            raise OSError(f"{link} is a link that leads nowhere or in a circle.")
+        raise OSError(f"no config.json in {source!r}{'; pass --config FILE' if not config_file else ''}.")
+    config = read_json(config_path)
+    for home in homes:
+        if (home / "mask_embedding.pt").is_file():
+            raise ValueError(
+                f"{home / 'mask_embedding.pt'}: this drafter has a learned mask embedding, which is not supported. Without it "
+                "the drafter would run, and draft badly."
+            )
+    for home in homes:
+        files = _safetensors_files(home)
+        if files:
+            return Checkpoint(source, folder, config, tensors_of(files))
+    pickle = next((home / name for home in homes for name in PICKLES if (home / name).is_file()), None)
+    if pickle is None:
+        raise OSError(f"no model.safetensors, and no index of several, in {source!r}.")
+    if not allow_pickle:
+        raise ValueError(
+            f"{pickle} is a pickle, which can run code when it is read; pass --allow-pickle to read it with torch's "
+            "`weights_only`, which refuses what is no tensor."
+        )
+    return Checkpoint(source, folder, config, _unpickle(pickle))
+
+
+def local_folder(source: str, revision: str | None = None) -> Path:
+    """A folder as it is; of a repository on the Hub the snapshot in the cache, without its code."""
+    if Path(source).is_dir():
+        return Path(source)
+    if Path(source).is_symlink():
+        raise OSError(f"{source} is a link that leads nowhere or in a circle.")
+    if Path(source).exists():
+        raise OSError(f"{source} is a file; expected a folder or the id of a repository.")
+    try:
+        return Path(
+            snapshot_download(source, revision=revision, allow_patterns=["*.json", "*.safetensors", *PICKLES, "*.pt"])
+        )
+    except HFValidationError as error:
+        raise OSError(f"{source!r} is no folder here, and no id of a repository: {error}") from error
+    except OSError as error:
+        raise OSError(f"cannot read {source!r}: {error}") from error
+
+
+def read_json(path: Path) -> dict:
+    if path.stat().st_size > LARGEST_JSON:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes; that is no config and no index.")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON, truncated perhaps: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold a JSON object, it holds a {type(found).__name__}.")
+    return found
+
+
+def _safetensors_files(home: Path) -> dict[Path, set[str] | None]:
+    """File to the names that the index promises of it, None where there is no index."""
+    index = home / "model.safetensors.index.json"
+    if not index.is_file():
+        return {path: None for path in sorted(home.glob("*.safetensors")) if path.is_file()}
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{index} has no `weight_map` from tensor to file.")
+    files = {}
+    for name, file in weight_map.items():
+        if Path(file).name != file or file.startswith("."):
+            raise ValueError(f"{index} names a file outside of its folder: {file!r}.")
+        files.setdefault(home / file, set()).add(name)
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise ValueError(
+            f"{index} names {missing[0]}, which is not there (of {len(files)} files {len(missing)} are missing)."
+        )
+    return files
+
+
+def tensors_of(files: dict[Path, set[str] | None]) -> dict[str, Stored]:
+    """Every tensor of the files, from their headers. The library checks that they are whole and consistent."""
+    tensors = {}
+    for path, promised in files.items():
+        try:
+            with safe_open(path, "pt") as file:
+                found = {name: file.get_slice(name) for name in file.keys()}
+                found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in found.items()}
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is unreadable, truncated perhaps: {error}") from error
+        if promised is not None and promised != set(found):
+            name = sorted(promised ^ set(found))[0]
+            where = (
+                "is in the index, but not in the file" if name in promised else "is in the file, but not in the index"
+            )
+            raise ValueError(f"{path}: {name} {where}.")
+        for name, (code, shape) in found.items():
+            if name in tensors:
+                raise ValueError(f"{name} is in {tensors[name].file.name} and again in {path.name}.")
+            tensors[name] = Stored(path, name, code, shape)
+    return tensors
+
+
+def _unpickle(path: Path) -> dict[str, Unpickled]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch raises many kinds for a damaged or refused pickle
+        raise ValueError(f"{path} cannot be read with `weights_only`: {str(error).splitlines()[0]}") from error
+    for key in STATE_KEYS:
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+    if not isinstance(state, dict) or not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise ValueError(f"{path} holds no dictionary of tensors, at the top or under one of {', '.join(STATE_KEYS)}.")
+    return {name: Unpickled(path, name, tensor.detach()) for name, tensor in state.items()}
+
+
+def write_tensors(path: Path, tensors: dict[str, Stored | Unpickled]):
+    """Write one safetensors file, piece by piece. The same bytes as `safetensors.torch.save_file` gives.
+
+    Raises:
+        ValueError: a tensor holds a value that is not finite; names it.
+    """
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    for name in order:
+        tensor = tensors[name]
+        size = _elements(tensor.shape) * tensor.dtype.itemsize
+        header[name] = {"dtype": tensor.code, "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        for name in order:
+            for piece in tensors[name].pieces():
+                if not torch.isfinite(piece).all():
+                    raise ValueError(f"{name} holds a value that is not finite: it was never trained, or is damaged.")
+                file.write(piece.contiguous().view(torch.uint8).numpy())
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,126 @@
+"""What a drafter is, for people: everything that its files say, and what is odd about it. No weight is read."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from ..hub_dflash import custom_generate_source
+from .card import RECORD, attention_in_words
+from .engines import TITLES, obstacles, serve_command
+from .reading import LAYOUTS, OURS, Drafter
+
+HERE = Path(__file__).parent.parent
+
+
+def describe(drafter: Drafter) -> str:
+    config, tensors = drafter.config, drafter.match.drafter
+    elements = {name: torch.Size(tensor.shape).numel() for name, tensor in tensors.items()}
+    size = sum(elements[name] * tensor.dtype.itemsize for name, tensor in tensors.items())
+    files = {tensor.file.name for tensor in tensors.values()}
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+    modes = {
+        "chat template": {True: "yes", False: "no", None: "not recorded"}[config.target_chat],
+        "thinking": {True: "on", False: "off", None: "not recorded"}[config.target_thinking],
+    }
+    rope = ", ".join(f"{name} {value}" for name, value in config.rope_parameters.items())
+    quirks = [
+        f"{name} {getattr(config, name):g}"
+        for name, neutral in (
+            ("input_embedding_scale", 1.0),
+            ("output_multiplier", 1.0),
+            ("final_logit_softcapping", None),
+        )
+        if getattr(config, name) != neutral
+    ]
+    rows = [
+        (
+            "format",
+            LAYOUTS[drafter.layout].title if drafter.layout != OURS else f"dflash-hub, version {config.format_version}",
+        ),
+        (
+            "target",
+            f"{config.target_name_or_path or 'not recorded'}"
+            f"{f' at {config.target_revision}' if config.target_revision else ''}; "
+            + ", ".join(f"{name}: {value}" for name, value in modes.items()),
+        ),
+        ("weights", f"{sum(elements.values()) / 1e6:.1f} M parameters, {size / 1e6:.1f} MB in {len(files)} file(s)"),
+        ("dtype", ", ".join(dtypes)),
+        ("layers", f"{config.num_hidden_layers}: {attention_in_words(config)}"),
+        (
+            "shape",
+            f"width {config.hidden_size}, {config.num_attention_heads} heads of {config.head_dim}, "
+            f"{config.num_key_value_heads} for keys, MLP {config.intermediate_size}"
+            + (", attention biases" if config.attention_bias else ""),
+        ),
+        ("block", f"{config.block_size}: one anchor and {config.block_size - 1} mask tokens"),
+        ("taps", f"{config.target_layer_ids} of {config.num_target_layers} layers, 0-based"),
+        ("mask token", f"{config.mask_token_id} of {config.vocab_size} rows"),
+        ("RoPE", f"{rope}; {config.max_position_embeddings} positions"),
+        ("head", ", ".join(quirks) or "the target's, as it is"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    parts = ["\n".join(f"{name:<{width}}  {value}" for name, value in rows)]
+    served_as_it_is = drafter.layout == "zlab"
+    for engine, title in TITLES.items():
+        if stopped := obstacles(engine, config):
+            parts.append(f"{title}: no. {'; '.join(stopped)}.")
+            continue
+        exported = f"drafter-{engine}"
+        first = "" if served_as_it_is else f"dflash-hub export {drafter.checkpoint.source} {exported} --to {engine}\n"
+        parts.append(
+            f"{title}:\n{first}"
+            f"{serve_command(engine, config, drafter.checkpoint.source if served_as_it_is else exported)}"
+        )
+    for name in ("speculators", "transformers"):
+        if stopped := LAYOUTS[name].inexpressible(config):
+            parts.append(f"{LAYOUTS[name].title}: no. {'; '.join(stopped)}.")
+    if odd := oddities(drafter):
+        parts.append("odd:\n" + "\n".join(f"- {sentence}" for sentence in odd))
+    return "\n\n".join(parts)
+
+
+def oddities(drafter: Drafter) -> list[str]:
+    """What is allowed, and still worth a look."""
+    config, found = drafter.config, []
+    folder = drafter.checkpoint.folder
+    if config.target_name_or_path is None:
+        found.append("no target is recorded; dflash-hub import --target records it")
+    if len({tensor.dtype for tensor in drafter.match.drafter.values()}) > 1:
+        found.append("tensors of several types: loading with dtype='auto' casts all to the type of most")
+    stated = drafter.checkpoint.config.get("dtype") or drafter.checkpoint.config.get("torch_dtype")
+    if stated and stated != str(config.dtype).removeprefix("torch."):
+        found.append(f"config.json says {stated}, the weights are {str(config.dtype).removeprefix('torch.')}")
+    if config.target_layer_ids != sorted(config.target_layer_ids):
+        found.append("the taps are not in order; the context projection reads them as they are listed")
+    for name in ("bos_token_id", "pad_token_id"):
+        if config.mask_token_id == getattr(config, name):
+            found.append(f"the mask token is also `{name}`, which means something else in a text")
+    if config.sliding_window is not None and config.sliding_window < config.block_size:
+        found.append(f"the window {config.sliding_window} is shorter than a block")
+    if drafter.layout == OURS:
+        changed = [path.name for path in sorted(folder.glob("*_dflash.py")) if _differs(path)]
+        generate = folder / "custom_generate" / "generate.py"
+        if generate.is_file() and generate.read_text(encoding="utf-8") != custom_generate_source():
+            changed.append("custom_generate/generate.py")
+        if changed:
+            found.append(
+                f"code that differs from the installed dflash-hub's: {', '.join(changed)}; dflash-hub import writes the folder "
+                "anew"
+            )
+        if not (folder / RECORD).is_file():
+            found.append(f"no {RECORD}: how it was trained is not recorded")
+    return found
+
+
+def _differs(path: Path) -> bool:
+    mine = HERE / path.name
+    return not mine.is_file() or path.read_bytes() != mine.read_bytes()
+
+
+def mapping(lines: list[tuple[str, str]], config) -> str:
+    """The lines of a dry run: which tensor becomes what, and the config that would be written."""
+    width = max(len(name) for name, _ in lines)
+    tensors = "\n".join(f"{name:<{width}}  {becomes}" for name, becomes in lines)
+    fields = json.dumps(config.to_diff_dict(), indent=2, default=str, sort_keys=True)
+    return f"{tensors}\n\n{fields}"

@@ -1,0 +1,82 @@
+"""Which engines serve a drafter: with what command, in which layout, and what stands in the way.
+
+Read in the engines' own loaders: vLLM 0.33.0, SGLang 0.5.23, z-lab's package 0.1.0 (`docs/formats.md` says where).
+"""
+
+import json
+import shlex
+
+from ..configuration_dflash import DFlashConfig
+from .zlab import inexpressible
+
+# Engines that read z-lab's layout, by the word that `dflash-hub export --to` takes.
+TITLES = {"vllm": "vLLM", "sglang": "SGLang", "zlab": "z-lab's package"}
+TYPED = "The folder has the type of a plain Qwen3 model, and no code: it is for engines, not for AutoModel"
+
+
+def serve_command(engine: str, config: DFlashConfig, folder: str) -> str:
+    """The command that serves (or, for z-lab's package, runs) the drafter in `folder`, exported for that engine."""
+    target, place = shlex.quote(config.target_name_or_path or "TARGET"), shlex.quote(folder)
+    if engine == "vllm":
+        speculation = {"method": "dflash", "model": folder, "num_speculative_tokens": config.block_size - 1}
+        mixed = len(set(config.layer_types)) > 1
+        # Only these attention kernels of vLLM let a slot see the slots after it.
+        backend = "" if all(config.block_causal) else " \\\n  --attention-backend flash_attn"
+        return (
+            f"{'VLLM_USE_V2_MODEL_RUNNER=1 ' if mixed else ''}vllm serve {target} \\\n"
+            f"  --speculative-config {shlex.quote(json.dumps(speculation))}{backend}"
+        )
+    if engine == "sglang":
+        return (
+            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH \\\n"
+            f"  --speculative-draft-model-path {place} --speculative-num-draft-tokens {config.block_size}"
+        )
+    if engine == "zlab":
+        return f'dflash generate transformers --model {target} --draft {place} "Why is the sky blue?"'
+    raise ValueError(f"{engine!r} is none of the engines {list(TITLES)}.")
+
+
+def obstacles(engine: str, config: DFlashConfig) -> list[str]:
+    """What the engine would compute in another way than the drafter was made for: a sentence each, empty if nothing.
+
+    A drafter that is served in spite of one would run, and draft badly.
+    """
+    found = inexpressible(config)
+    if engine in ("vllm", "sglang"):
+        if config.input_embedding_scale != 1.0:
+            found.append(
+                f"`input_embedding_scale` is {config.input_embedding_scale:g}; {TITLES[engine]} feeds a plain DFlash drafter "
+                "unscaled embeddings"
+            )
+        if config.hidden_act != "silu":
+            found.append(f"`hidden_act` is {config.hidden_act!r}; {TITLES[engine]} has only 'silu'")
+    return found
+
+
+def remarks(engine: str, config: DFlashConfig) -> list[str]:
+    """What a user of the exported folder should know, a sentence each."""
+    said = []
+    if engine in ("vllm", "sglang") and (config.output_multiplier != 1.0 or config.final_logit_softcapping is not None):
+        said.append(
+            f"{TITLES[engine]} does not scale the draft logits of a plain DFlash drafter (`output_multiplier`, "
+            "`final_logit_softcapping`): its greedy drafts are the same, its sampled drafts follow another distribution"
+        )
+    if engine == "speculators" and len(set(config.block_causal)) > 1:
+        said.append(
+            "vLLM 0.33 takes the causality of a speculators folder's sliding layers for all layers, and would serve the full "
+            "layers of this drafter causal: for vLLM export with --to vllm"
+        )
+    return said
+
+
+def other_readers(config: DFlashConfig, folder: str) -> str:
+    """Commands of engines that take z-lab's layout or convert it; from their documentation, not tried."""
+    target, place = shlex.quote(config.target_name_or_path or "TARGET"), shlex.quote(folder)
+    return (
+        f"llama.cpp: python convert_hf_to_gguf.py {place} --target-model-dir TARGET_FOLDER --outfile drafter.gguf\n"
+        f"           llama-server -m TARGET.gguf -md drafter.gguf --spec-type draft-dflash "
+        f"--spec-draft-n-max {config.block_size - 1}\n"
+        f"MLX: dflash generate mlx --model {target} --draft REPOSITORY  (z-lab's package reads it from the Hub only)\n"
+        f"TensorRT-LLM: LLM(..., speculative_config=DFlashDecodingConfig(max_draft_len={config.block_size - 1}, "
+        f'speculative_model="{folder}"))'
+    )

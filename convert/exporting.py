@@ -1,0 +1,170 @@
+"""A drafter of ours in the layout of another ecosystem, or the reason why it cannot be said there."""
+
+import copy
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..configuration_dflash import DFlashConfig
+from ..hub_dflash import write_text
+from .checkpoint import tensors_of, write_tensors
+from .engines import TITLES, TYPED, obstacles, remarks, serve_command
+from .folders import new_folder
+from .names import renamed
+from .reading import LAYOUTS, Target, read_drafter, read_target, target_tensors
+
+# What `--to` takes: the layout, and the engine that the folder is for.
+GOALS = {
+    "zlab": ("zlab", "zlab"),
+    "vllm": ("zlab", "vllm"),
+    "sglang": ("zlab", "sglang"),
+    "speculators": ("speculators", None),
+    "transformers": ("transformers", None),
+}
+
+
+@dataclass
+class Exported:
+    """What an export wrote.
+
+    Attributes:
+        not_carried: fields of ours that the layout has no place for; they say how to use a drafter, not what it computes.
+        usage: the command or the lines that use the folder.
+    """
+
+    title: str
+    config: DFlashConfig
+    not_carried: tuple[str, ...]
+    usage: str
+    remarks: list[str]
+
+
+def export_drafter(
+    source: str,
+    destination: str | Path,
+    to: str = "zlab",
+    force: bool = False,
+    target: str | None = None,
+    revision: str | None = None,
+    yarn: float | None = None,
+    context_length: int | None = None,
+) -> Exported:
+    """Write a drafter for another package. The folder holds no code.
+
+    Args:
+        to: one of `GOALS`.
+        target: the target that the `speculators` layout names, and takes embedding and head from; by default the one that
+            is recorded.
+        yarn: scale RoPE by this factor with YaRN, from the positions that the drafter was made for.
+        context_length: positions to state; by default those that the drafter was made for, times `yarn`.
+
+    Raises:
+        ValueError: the layout cannot say what this drafter is, or the engine would compute something else; says why.
+        FileExistsError: see `new_folder`.
+    """
+    if to not in GOALS:
+        raise ValueError(f"--to {to!r} is none of {', '.join(GOALS)}.")
+    layout_name, engine = GOALS[to]
+    layout = LAYOUTS[layout_name]
+    drafter = read_drafter(source, target, revision)
+    config = lengthened(drafter.config, yarn, context_length)
+    stopped = obstacles(engine, config) if engine else layout.inexpressible(config)
+    if stopped:
+        raise ValueError(f"{TITLES.get(to, layout.title)} cannot take this drafter: {'; '.join(stopped)}.")
+
+    name = target or config.target_name_or_path
+    facts = Target(name or "", config.num_target_layers, config.vocab_size, [])
+    copies = {}
+    if layout_name == "speculators":
+        if name is None:
+            raise ValueError(
+                "the speculators layout names its target and carries copies of its tensors; pass --target."
+            )
+        facts = read_target(name)
+        if (facts.layers, facts.vocabulary) != (config.num_target_layers, config.vocab_size):
+            raise ValueError(
+                f"the target {name!r} has {facts.layers} layers and {facts.vocabulary} tokens; the drafter was made for one "
+                f"with {config.num_target_layers} and {config.vocab_size}."
+            )
+        copies = target_tensors(name)
+        config.target_name_or_path = name
+    written = layout.write(config, facts)
+    _check_read_back(layout, config, written, facts)
+    tensors = renamed(layout_name, drafter.match.drafter) | copies
+    usage = _usage(to, config, str(destination))
+    title = TITLES.get(to, layout.title)
+    exported = Exported(title, config, layout.not_carried, usage, ([TYPED] if engine else []) + remarks(to, config))
+    with new_folder(destination, force) as folder:
+        write_text(folder / "config.json", json.dumps(written, indent=2) + "\n")
+        write_tensors(folder / "model.safetensors", tensors)
+        write_text(folder / "README.md", _card(exported))
+        _check_written(folder / "model.safetensors", tensors)
+    return exported
+
+
+def lengthened(config: DFlashConfig, yarn: float | None, context_length: int | None) -> DFlashConfig:
+    """The config with more positions: stated, and with `yarn` also scaled."""
+    config = copy.deepcopy(config)
+    positions = config.max_position_embeddings
+    if yarn is not None:
+        if config.rope_parameters["rope_type"] != "default":
+            raise ValueError(f"--yarn {yarn:g}: RoPE is scaled already ({config.rope_parameters}).")
+        if not yarn > 1:
+            raise ValueError(f"--yarn {yarn:g} must be a factor above 1.")
+        config.rope_parameters = {
+            "rope_type": "yarn",
+            "rope_theta": config.rope_parameters["rope_theta"],
+            "factor": float(yarn),
+            "original_max_position_embeddings": positions,
+        }
+        config.max_position_embeddings = int(positions * yarn)
+    if context_length is not None:
+        if context_length < positions:
+            raise ValueError(
+                f"--context-length {context_length} is below the {positions} that the drafter was made for."
+            )
+        config.max_position_embeddings = context_length
+    return config
+
+
+def _check_read_back(layout, config: DFlashConfig, written: dict, facts: Target):
+    """What was written means what the drafter is: read as an import would, field by field."""
+    read_back = DFlashConfig.from_dict(layout.read(json.loads(json.dumps(written)), facts))
+    for name in type(config).__annotations__:
+        if name not in layout.not_carried and getattr(config, name) != getattr(read_back, name):
+            raise ValueError(
+                f"{layout.title} does not carry `{name}`: {getattr(config, name)!r} would be read back as "
+                f"{getattr(read_back, name)!r}."
+            )
+
+
+def _check_written(path: Path, tensors: dict):
+    there = {name: (tensor.code, tensor.shape) for name, tensor in tensors_of({path: None}).items()}
+    if there != {name: (tensor.code, tuple(tensor.shape)) for name, tensor in tensors.items()}:
+        raise ValueError(f"{path} does not hold what was written; the disk is full, or faulty.")
+
+
+def _usage(to: str, config: DFlashConfig, folder: str) -> str:
+    target = config.target_name_or_path or "TARGET"
+    if to == "speculators":
+        return f"vllm serve {shlex.quote(folder)}"
+    if to == "transformers":
+        return (
+            f'drafter = AutoModel.from_pretrained("{folder}", dtype="auto")\n'
+            f'# with the target {target}:\ntarget.generate(**inputs, assistant_model=drafter, speculation_type="dflash")'
+        )
+    return serve_command(GOALS[to][1], config, folder)
+
+
+def _card(exported: Exported) -> str:
+    config = exported.config
+    language = "python" if "AutoModel" in exported.usage else "bash"
+    notes = "".join(f"{remark}.\n\n" for remark in exported.remarks)
+    return (
+        f"# DFlash drafter for {config.target_name_or_path or 'its target'}, for {exported.title}\n\n"
+        f"{notes}```{language}\n{exported.usage}\n```\n\n"
+        f"Written by `dflash-hub export`. {config.num_hidden_layers} layers, blocks of {config.block_size}, target layers "
+        f"{config.target_layer_ids} of {config.num_target_layers}, mask token {config.mask_token_id}, "
+        f"{config.max_position_embeddings} positions.\n"
+    )

@@ -1,0 +1,156 @@
+"""Names of tensors, format by format: one table, read in both directions.
+
+A drafter has `fc`, `hidden_norm`, `norm` and its layers, with Qwen3's names. Formats differ in two names, in prefixes, and in
+what they keep beside the drafter. Everything else is an error: a tensor that is not used is a part that is not computed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..configuration_dflash import DFlashConfig
+from ..modeling_dflash import DFlashDraftModel, DFlashRotaryEmbedding
+from .checkpoint import Stored, Unpickled
+
+# By format, the drafter's names that it spells in another way. All others are the same everywhere.
+RENAMED = {
+    "dflash-hub": {},
+    "zlab": {},
+    "speculators": {},
+    "transformers": {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"},
+}
+# Wrappers that training stacks leave in front of a name, however deep.
+PREFIXES = ("module.", "model.", "draft_model.", "dflash_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+# Projections that Laguna's layout keeps in one tensor: the rows of one after the other.
+FUSED = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
+# What is in a file beside the drafter, and computes nothing of it.
+TRAINING_ONLY = ("verifier_norm.weight", "verifier_lm_head.weight")
+# The target's own tensors, which a drafter borrows: compared with the target's, and not kept.
+BORROWED = ("embed_tokens.weight", "lm_head.weight")
+ROPE_TABLE = "rotary_emb.inv_freq"
+
+# Tensors that belong to another network, by a part of their name.
+UNSUPPORTED_TENSORS = {
+    "attention_sink_bias": "attention sinks",
+    ".sinks": "attention sinks",
+    "mask_embedding": "a learned mask embedding",
+    "mask_hidden": "a learned mask embedding",
+    "attention_conv": "the convolutions of DFlash 2",
+    "mlp_conv": "the convolutions of DFlash 2",
+    "candidate_selector": "the path selector of DFlash 2",
+    "prefix_gru": "Domino's GRU head",
+    "embed_proj": "Domino's GRU head",
+    "logit_head": "an older Domino or DSpark head",
+    "markov": "DSpark's Markov head",
+    "confidence": "DSpark's confidence head",
+    "g_proj": "Laguna's gates on the attention",
+    "aux_hidden_norms": "Laguna's norms on the tapped features",
+    "d2t": "a reduced draft vocabulary",
+    "t2d": "a reduced draft vocabulary",
+    "fc.bias": "a bias on the context projection",
+    "weight_scale": "quantised weights",
+    "input_scale": "quantised weights",
+    "qweight": "quantised weights",
+    "embed_norm": "a norm on the embeddings",
+    "midlayer": "a layer of EAGLE",
+}
+
+
+@dataclass
+class Match:
+    """What becomes of each tensor of a file.
+
+    Attributes:
+        drafter: our name to the tensor, complete and of the right shapes.
+        borrowed: copies of the target's tensors, to be compared with it.
+        lines: a line a tensor of the file, for people.
+    """
+
+    drafter: dict[str, Stored | Unpickled]
+    borrowed: dict[str, Stored | Unpickled]
+    lines: list[tuple[str, str]]
+
+
+def expected_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
+    """Our names and shapes of a drafter's tensors; nothing is allocated."""
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in DFlashDraftModel(config).state_dict().items()}
+
+
+def match(
+    layout: str, tensors: dict[str, Stored | Unpickled], expected: dict[str, tuple], config: DFlashConfig, source: str
+) -> Match:
+    """Find a drafter's tensors among those of a file.
+
+    Args:
+        expected: what `expected_shapes` says for `config`.
+
+    Raises:
+        ValueError: one is missing, misshaped, of no float type, belongs to another network, or to nothing; all are named.
+    """
+    ours_of = {theirs: ours for ours, theirs in RENAMED[layout].items()}
+    found, borrowed, lines, faults = {}, {}, [], []
+    for full_name, tensor in sorted(tensors.items()):
+        name = _without_prefixes(full_name)
+        name = ours_of.get(name, name)
+        parts = {name: tensor}
+        for fused, names in FUSED.items():
+            if f".{fused}." in name:
+                parts = _split(name, tensor, fused, names, expected)
+        if name.endswith(ROPE_TABLE):
+            faults += _check_rope(full_name, tensor, config)
+            lines.append((full_name, "dropped: equal to what the config says"))
+        elif name in TRAINING_ONLY:
+            lines.append((full_name, "dropped: only training uses it"))
+        elif name in BORROWED:
+            borrowed[name] = tensor
+            lines.append((full_name, "dropped: the target's own, compared with it"))
+        elif not set(parts) <= set(expected):
+            part = next((part for piece, part in UNSUPPORTED_TENSORS.items() if piece in name), None)
+            faults.append(f"{full_name} is {part}, which is not supported" if part else f"unexpected: {full_name}")
+        else:
+            for ours, piece in parts.items():
+                if ours in found:
+                    faults.append(f"{full_name} is there a second time, as {found[ours].name}")
+                elif piece.dtype is None or not piece.dtype.is_floating_point:
+                    faults.append(f"{full_name} is {tensor.code}; expected one of F64, F32, F16, BF16")
+                elif tuple(piece.shape) != expected[ours]:
+                    faults.append(f"{full_name} has shape {list(tensor.shape)}; the config says {list(expected[ours])}")
+                found[ours] = piece
+            lines.append((full_name, ", ".join(parts)))
+    faults += [f"missing: {name}" for name in expected if name not in found]
+    if faults:
+        shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
+        raise ValueError(
+            f"the weights in {source!r} are not those of this drafter ({shown}). Expected exactly fc, hidden_norm, norm and "
+            f"{config.num_hidden_layers} layers with Qwen3's names and the shapes that its config states."
+        )
+    return Match({name: found[name] for name in expected}, borrowed, lines)
+
+
+def renamed(layout: str, tensors: dict[str, Stored | Unpickled]) -> dict[str, Stored | Unpickled]:
+    """Tensors by our names to tensors by the layout's."""
+    return {RENAMED[layout].get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def _without_prefixes(name: str) -> str:
+    while prefix := next((prefix for prefix in PREFIXES if name.startswith(prefix)), None):
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _split(name: str, tensor, fused: str, names: tuple[str, ...], expected: dict) -> dict:
+    """The rows of a fused projection as the projections that it holds; left whole where the rows do not add up."""
+    parts = [name.replace(fused, single) for single in names]
+    rows = [expected[part][0] for part in parts if part in expected]
+    if len(rows) != len(parts) or not tensor.shape or sum(rows) != tensor.shape[0]:
+        return {name: tensor}
+    return {part: tensor.rows(sum(rows[:i]), rows[i]) for i, part in enumerate(parts)}
+
+
+def _check_rope(name: str, tensor, config: DFlashConfig) -> list[str]:
+    table = DFlashRotaryEmbedding(config).inv_freq
+    theirs = tensor.whole().float()
+    if theirs.shape != table.shape or not torch.allclose(theirs, table.float(), rtol=0.02):
+        return [f"{name} holds other RoPE frequencies than the config states; one of the two is wrong"]
+    return []

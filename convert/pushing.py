@@ -1,0 +1,70 @@
+"""A folder of ours on the Hub: weights, code and card in one commit."""
+
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from ..hub_dflash import write_text
+from .card import RECORD, address_card
+from .reading import OURS, read_drafter
+
+# What belongs to a drafter; a folder may hold more, from optimizer states to secrets.
+PATTERNS = (
+    "config.json", "*.safetensors", "model.safetensors.index.json", "*_dflash.py", "custom_generate/generate.py", "README.md",
+    "LICENSE*", RECORD,
+)  # fmt: skip
+
+
+def push_drafter(
+    folder: str | Path, repository: str, private: bool = True, dry_run: bool = False, revision: str | None = None
+) -> tuple[list[str], str | None]:
+    """Upload a drafter's folder in one commit; creates the repository if there is none.
+
+    Args:
+        private: of a repository that is created; an existing one keeps its visibility.
+        dry_run: only say what would be uploaded.
+
+    Returns:
+        (files, url of the commit or None).
+
+    Raises:
+        ValueError, OSError: the folder is no complete drafter of ours, or the Hub refuses.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise OSError(f"{folder} is no folder.")
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise ValueError(f"{repository!r} is no id of a repository: {error}") from error
+    drafter = read_drafter(str(folder))
+    if drafter.layout != OURS:
+        raise ValueError(f"{folder} is in another format ({drafter.layout}); `dflash-hub import` it first.")
+    files = sorted(
+        {path.relative_to(folder).as_posix() for pattern in PATTERNS for path in folder.glob(pattern) if path.is_file()}
+    )
+    needed = ("README.md", "configuration_dflash.py", "modeling_dflash.py", "custom_generate/generate.py")
+    missing = [name for name in needed if name not in files]
+    if missing:
+        raise ValueError(
+            f"{folder} lacks {', '.join(missing)}; `dflash-hub import {folder} NEW` writes a complete folder."
+        )
+    if dry_run:
+        return files, None
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    write_text(folder / "README.md", address_card(card, repository))
+    api = HfApi()
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        commit = api.upload_folder(
+            folder_path=folder,
+            repo_id=repository,
+            allow_patterns=files,
+            revision=revision,
+            commit_message="Upload a DFlash drafter",
+        )
+    except HfHubHTTPError as error:
+        raise OSError(f"the Hub refused: {error}") from error
+    return files, commit.commit_url

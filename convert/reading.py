@@ -1,0 +1,190 @@
+"""From a checkpoint of any format that is known to a drafter: its config and, by our names, its tensors."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+from transformers.utils import cached_file
+
+from ..configuration_dflash import DFlashConfig, read_config_dict
+from . import native, speculators, zlab
+from .checkpoint import Checkpoint, Stored, open_checkpoint, tensors_of
+from .init import borrowed_names, recorded_name, target_skeleton, weight_files
+from .names import Match, expected_shapes, match
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A format: how it is told from others, and both directions of its config."""
+
+    title: str
+    recognises: Callable[[dict], bool]
+    read: Callable[[dict, "Target"], dict]
+    inexpressible: Callable[[DFlashConfig], list[str]]
+    write: Callable[[DFlashConfig, "Target"], dict]
+    not_carried: tuple[str, ...]
+    needs_target: bool
+
+
+def _layout(title: str, module, needs_target: bool) -> Layout:
+    return Layout(
+        title, module.recognises, module.read, module.inexpressible, module.write, module.NOT_CARRIED, needs_target
+    )
+
+
+# In this order they are tried.
+LAYOUTS = {
+    "speculators": _layout("speculators", speculators, needs_target=True),
+    "transformers": _layout("transformers' native class", native, needs_target=True),
+    "zlab": _layout("z-lab's layout", zlab, needs_target=False),
+}
+OURS = "dflash-hub"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a format takes from the target's config instead of stating it."""
+
+    name: str
+    layers: int
+    vocabulary: int
+    architectures: list[str]
+
+
+@dataclass
+class Drafter:
+    """A drafter as it was found: nothing of its weights is read yet."""
+
+    layout: str
+    config: DFlashConfig
+    match: Match
+    checkpoint: Checkpoint
+
+
+def read_target(name: str, revision: str | None = None) -> Target:
+    try:
+        config = AutoConfig.from_pretrained(name, revision=revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read the config of the target {name!r}; pass --target. ({error})") from error
+    text = config.get_text_config(decoder=True)
+    return Target(name, text.num_hidden_layers, text.vocab_size, config.architectures or [])
+
+
+def read_drafter(
+    source: str,
+    target: str | None = None,
+    revision: str | None = None,
+    config_file: str | None = None,
+    allow_pickle: bool = False,
+) -> Drafter:
+    """Recognise a checkpoint, and find every tensor of its drafter.
+
+    Args:
+        target: the model that it was made for, where the file does not name it.
+
+    Raises:
+        ValueError, OSError: it is of no format that is known, damaged, incomplete, or has what is not supported.
+    """
+    checkpoint = open_checkpoint(source, revision, config_file, allow_pickle)
+    config = checkpoint.config
+    for place in (config, config.get("transformer_layer_config")):
+        layers = place.get("num_hidden_layers") if isinstance(place, dict) else None
+        if isinstance(layers, int) and layers > len(checkpoint.tensors):
+            # Before anything is made as long as that.
+            raise ValueError(
+                f"{source!r} states {layers} layers, but its files hold {len(checkpoint.tensors)} tensors."
+            )
+    layout = recognise(config, source)
+    facts = None
+    if layout != OURS and LAYOUTS[layout].needs_target:
+        name = target or (speculators.verifier(config) if layout == "speculators" else None)
+        if name is None:
+            raise ValueError(f"{source!r} does not say how many layers its target has; pass --target.")
+        facts = read_target(name)
+    try:
+        fields = read_config_dict(config) if layout == OURS else LAYOUTS[layout].read(config, facts)
+        drafter_config = DFlashConfig.from_dict(fields)
+        expected = expected_shapes(drafter_config)
+    except Exception as error:  # transformers and torch raise many kinds for a value that makes no sense
+        raise ValueError(f"the config of {source!r} cannot be used: {' '.join(str(error).split())}") from error
+    found = match(layout, checkpoint.tensors, expected, drafter_config, source)
+    # What lies in the file is what counts: the stated type may be another one, or none.
+    drafter_config.dtype = _main_dtype(found)
+    if target is not None and not (Path(target).is_dir() and drafter_config.target_name_or_path):
+        drafter_config.target_name_or_path = recorded_name(target)
+    return Drafter(layout, drafter_config, found, checkpoint)
+
+
+def recognise(config: dict, source: str) -> str:
+    """The layout of a config.json."""
+    if config.get("model_type") == "dflash" and "dflash_config" not in config:
+        return OURS
+    for name, layout in LAYOUTS.items():
+        if layout.recognises(config):
+            return name
+    raise ValueError(
+        f"{source!r} is of no format that is known: model_type {config.get('model_type')!r}, architectures "
+        f"{config.get('architectures')!r}. Known: {OURS}, {', '.join(LAYOUTS)}."
+    )
+
+
+def _main_dtype(found: Match) -> torch.dtype:
+    """The type of most elements: norms may be kept in another one."""
+    elements = {}
+    for tensor in found.drafter.values():
+        elements[tensor.dtype] = elements.get(tensor.dtype, 0) + torch.Size(tensor.shape).numel()
+    return max(elements, key=elements.get)
+
+
+def target_tensors(target: str, revision: str | None = None) -> dict[str, Stored]:
+    """`embed_tokens.weight` and `lm_head.weight` as they lie in the target's files; one tensor twice where they are tied.
+
+    Raises:
+        ValueError: they cannot be found there.
+    """
+    skeleton = target_skeleton(AutoConfig.from_pretrained(target, revision=revision))
+    files = weight_files(target, revision)
+    embedding, head = borrowed_names(skeleton, files)
+    tied = skeleton.config.get_text_config(decoder=True).tie_word_embeddings
+    head = embedding if tied else head
+    if embedding is None or head is None:
+        raise ValueError(f"no embedding and head in the safetensors files of the target {target!r}.")
+    return {
+        "embed_tokens.weight": _stored(target, revision, files, embedding),
+        "lm_head.weight": _stored(target, revision, files, head),
+    }
+
+
+def _stored(target: str, revision: str | None, files: dict[str, str], name: str) -> Stored:
+    path = Path(cached_file(target, files[name], revision=revision))
+    return tensors_of({path: None})[name]
+
+
+def check_borrowed(drafter: Drafter, target: str, revision: str | None = None):
+    """Compare copies of the target's tensors with the target's.
+
+    Raises:
+        ValueError: one differs, or the target's files cannot be read; names it.
+    """
+    theirs = target_tensors(target, revision)
+    for name, copy in drafter.match.borrowed.items():
+        original = theirs[name]
+        if tuple(copy.shape) != tuple(original.shape):
+            raise ValueError(
+                f"{name} has shape {list(copy.shape)}, in the target {target!r} it is {list(original.shape)}."
+            )
+        for here, there in _side_by_side(copy, original):
+            if not torch.equal(here, there.to(here.dtype)):
+                raise ValueError(
+                    f"{name} differs from that of the target {target!r}: the drafter has one of its own, which is not "
+                    "supported, or belongs to another target."
+                )
+
+
+def _side_by_side(first, second) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    step = max(1, 2**24 // max(1, first.shape[1]))
+    for start in range(0, first.shape[0], step):
+        count = min(step, first.shape[0] - start)
+        yield first.rows(start, count).whole(), second.rows(start, count).whole()

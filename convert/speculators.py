@@ -1,0 +1,139 @@
+"""The layout of the `speculators` package (0.9.0): a Qwen3 configuration inside, taps counted from the embeddings.
+
+Its drafters may carry copies of the target's embedding and head. Those are the target's: import compares them and drops
+them, export writes them from the target's files.
+"""
+
+from transformers import AutoConfig
+
+from ..configuration_dflash import FULL, SLIDING, DFlashConfig, read_config_dict
+from .zlab import NOT_CARRIED as ZLAB_NOT_CARRIED
+from .zlab import decoder_config
+
+VERSION = "0.9.0"
+# It names the target, but no revision and no mode.
+NOT_CARRIED = tuple(name for name in ZLAB_NOT_CARRIED if name != "target_name_or_path")
+KNOWN = {
+    "architectures", "auto_map", "speculators_model_type", "speculators_version", "speculators_config",
+    "transformer_layer_config", "draft_vocab_size", "block_size", "target_hidden_size", "aux_hidden_state_layer_ids",
+    "mask_token_id", "sliding_window_non_causal", "sample_from_anchor", "dtype", "torch_dtype", "transformers_version",
+    "tie_word_embeddings", "has_no_defaults_at_init", "model_type",
+}  # fmt: skip
+
+
+def recognises(config: dict) -> bool:
+    return "speculators_model_type" in config
+
+
+def verifier(config: dict) -> str | None:
+    """The name of the target that the file states."""
+    method = config.get("speculators_config")
+    named = method.get("verifier") if isinstance(method, dict) else None
+    return named.get("name_or_path") if isinstance(named, dict) else None
+
+
+def read(config: dict, facts) -> dict:
+    """The fields of `DFlashConfig`; how many layers the target has comes from its own config.
+
+    Raises:
+        ValueError: another kind of speculator, or something that is not supported or not stated.
+    """
+    kind = config.get("speculators_model_type")
+    if kind != "dflash":
+        raise ValueError(f"`speculators_model_type` is {kind!r}; only 'dflash' drafters are supported.")
+    unknown = sorted(
+        name for name in set(config) - KNOWN if config[name] not in (None, False, [], {}) and not name.startswith("_")
+    )
+    if unknown:
+        raise ValueError(f"config.json holds {unknown}, which this version does not know how to honour.")
+    decoder = config.get("transformer_layer_config")
+    if not isinstance(decoder, dict):
+        raise ValueError("config.json has no `transformer_layer_config`.")
+    # The package saves what differs from the class's defaults; what is not stated has the default.
+    complete = AutoConfig.for_model(**({"model_type": "qwen3"} | decoder)).to_dict()
+    hidden = config.get("target_hidden_size")
+    if hidden not in (None, complete["hidden_size"]):
+        raise ValueError(
+            f"`target_hidden_size` is {hidden}, the drafter's hidden size {complete['hidden_size']}: a drafter that borrows no "
+            "embedding of its own width is not supported."
+        )
+    taps = config.get("aux_hidden_state_layer_ids")
+    if not isinstance(taps, list) or not all(isinstance(tap, int) and tap >= 1 for tap in taps):
+        raise ValueError(
+            f"`aux_hidden_state_layer_ids` must be a list of 1 (the first layer's output) and up, got {taps!r}. 0, the "
+            "embeddings, is not supported."
+        )
+    non_causal = config.get("sliding_window_non_causal", False)
+    if not isinstance(non_causal, bool):
+        raise ValueError(f"`sliding_window_non_causal` must be true or false, got {non_causal!r}.")
+    layer_types = complete.get("layer_types") or [FULL] * complete["num_hidden_layers"]
+    return read_config_dict(
+        complete
+        | {name: decoder[name] for name in ("rope_theta", "rope_scaling") if name in decoder}
+        | {name: config[name] for name in ("sample_from_anchor", "dtype") if config.get(name)}
+        | {
+            "architectures": ["DFlashDraftModel"],
+            # The package's own defaults.
+            "draft_vocab_size": config.get("draft_vocab_size", 32000),
+            "block_size": config.get("block_size", 8),
+            "num_target_layers": facts.layers,
+            "target_name_or_path": facts.name,
+            # Full layers are always bidirectional there.
+            "block_causal": [kind == SLIDING and not non_causal for kind in layer_types],
+            "dflash_config": {
+                "mask_token_id": config.get("mask_token_id"),
+                "target_layer_ids": [tap - 1 for tap in taps],
+            },
+        }
+    )
+
+
+def inexpressible(config: DFlashConfig) -> list[str]:
+    found = []
+    full = [causal for kind, causal in zip(config.layer_types, config.block_causal) if kind == FULL]
+    sliding = [causal for kind, causal in zip(config.layer_types, config.block_causal) if kind == SLIDING]
+    if any(full):
+        found.append(f"`block_causal` is {config.block_causal}; full layers are always bidirectional there")
+    if len(set(sliding)) > 1:
+        found.append(f"`block_causal` is {config.block_causal}; all sliding layers share one value there")
+    for name, neutral in (
+        ("input_embedding_scale", 1.0),
+        ("output_multiplier", 1.0),
+        ("final_logit_softcapping", None),
+    ):
+        if getattr(config, name) != neutral:
+            found.append(f"`{name}` is {getattr(config, name)}; there is no place for it")
+    return found
+
+
+def write(config: DFlashConfig, facts) -> dict:
+    """config.json of the `speculators` package.
+
+    vLLM takes `sliding_window_non_causal` for all layers, also full ones, so a drafter without sliding layers says true.
+    """
+    greedy = {
+        "proposal_type": "greedy",
+        "speculative_tokens": config.block_size - 1,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": "dflash",
+            "proposal_methods": [greedy],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": facts.name, "architectures": facts.architectures},
+        },
+        "transformer_layer_config": decoder_config(config),
+        "draft_vocab_size": config.vocab_size,
+        "block_size": config.block_size,
+        "target_hidden_size": None,
+        "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
+        "mask_token_id": config.mask_token_id,
+        "sliding_window_non_causal": not any(config.block_causal),
+        "sample_from_anchor": False,
+        "dtype": decoder_config(config)["dtype"],
+    }

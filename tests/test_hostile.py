@@ -1,0 +1,242 @@
+"""Damaged and hostile input: one sentence that names the file, and nothing half written."""
+
+import json
+import os
+import struct
+
+import pytest
+import torch
+from conftest import tiny_drafter, tiny_target
+from dflash_hub.convert import checkpoint as checkpoint_module
+from dflash_hub.convert.checkpoint import open_checkpoint, write_tensors
+from dflash_hub.convert.exporting import export_drafter
+from dflash_hub.convert.importing import import_drafter
+from dflash_hub.convert.reading import read_drafter
+from safetensors.torch import load_file, save_file
+
+
+@pytest.fixture
+def zlab(tmp_path):
+    tiny_drafter().save_pretrained(tmp_path / "ours")
+    export_drafter(str(tmp_path / "ours"), tmp_path / "zlab")
+    return tmp_path / "zlab"
+
+
+def resave(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    tensors = change(tensors) or tensors
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def header(entries: dict, data: bytes = b"") -> bytes:
+    encoded = json.dumps(entries).encode()
+    return struct.pack("<Q", len(encoded)) + encoded + data
+
+
+def write(name: str, content):
+    return lambda folder: (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def loop(name: str):
+    def link(folder):
+        (folder / name).unlink()
+        (folder / name).symlink_to(folder / name)
+
+    return link
+
+
+def index(weight_map):
+    def break_it(folder):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    return break_it
+
+
+BROKEN = {
+    "truncated weights": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]),
+        "model.safetensors is unreadable, truncated perhaps",
+    ),
+    "truncated header": (write("model.safetensors", struct.pack("<Q", 9999) + b"{"), "unreadable"),
+    "a header of terabytes": (write("model.safetensors", struct.pack("<Q", 2**42) + b"{"), "unreadable"),
+    "an empty file": (write("model.safetensors", b""), "unreadable"),
+    "overlapping tensors": (
+        write(
+            "model.safetensors",
+            header({n: {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} for n in ("a", "b")}, b"\0" * 16),
+        ),
+        "unreadable",
+    ),
+    "a shape of petabytes": (
+        write("model.safetensors", header({"fc.weight": {"dtype": "F32", "shape": [2**50], "data_offsets": [0, 4]}}, b"\0" * 4)),
+        "unreadable",
+    ),
+    "a missing tensor": (lambda f: resave(f, lambda t: {k: v for k, v in t.items() if k != "norm.weight"}), "missing: norm.weight"),
+    "a transposed tensor": (
+        lambda f: resave(f, lambda t: t.update({"fc.weight": t["fc.weight"].T.contiguous()})),
+        r"fc.weight has shape \[96, 32\]; the config says \[32, 96\]",
+    ),
+    "integers": (
+        lambda f: resave(f, lambda t: t.update({"norm.weight": t["norm.weight"].int()})),
+        "norm.weight is I32; expected one of F64, F32, F16, BF16",
+    ),
+    "a scalar": (lambda f: resave(f, lambda t: t.update({"norm.weight": torch.tensor(1.0)})), r"norm.weight has shape \[\]"),
+    "a value that is not finite": (
+        lambda f: resave(f, lambda t: t.update({"norm.weight": t["norm.weight"] * float("nan")})),
+        "norm.weight holds a value that is not finite",
+    ),
+    "the same tensor twice": (
+        lambda f: resave(f, lambda t: t.update({"model.norm.weight": t["norm.weight"].clone()})),
+        "is there a second time",
+    ),
+    "half a config": (write("config.json", '{"model_type": "qw'), "config.json is no JSON, truncated perhaps"),
+    "a list for a config": (write("config.json", "[1]"), "must hold a JSON object, it holds a list"),
+    "a config without end": (write("config.json", '{"a":' * 20000 + "1" + "}" * 20000), "is no JSON|of no format"),
+    "a config of bytes": (write("config.json", b"\xff\xfe\x00"), "is no JSON"),
+    "a link to itself as config": (loop("config.json"), "leads nowhere or in a circle"),
+    "a link to itself as weights": (loop("model.safetensors"), "no model.safetensors"),
+    "an index that leaves the folder": (index({"fc.weight": "../../etc/passwd"}), "names a file outside of its folder"),
+    "an index to a missing shard": (index({"fc.weight": "model-00001-of-00009.safetensors"}), "names model-00001-of-00009"),
+    "an index that promises too much": (index({"fc.weight": "model.safetensors", "x": "model.safetensors"}), "x is in the index|is in the file"),
+    "an index of numbers": (index({"fc.weight": 3}), "has no `weight_map`"),
+    "a negative window": (
+        lambda f: change_config(f, layer_types=["sliding_attention"] * 2, use_sliding_window=True, sliding_window=-4),
+        "a sliding layer needs a `sliding_window` of at least 2",
+    ),
+    "a block of a billion": (lambda f: change_config(f, block_size="1e9"), "`block_size`"),
+    "text for a number": (lambda f: change_config(f, hidden_size="32"), "hidden_size"),
+    "no layers": (lambda f: change_config(f, num_hidden_layers=0, layer_types=None), "num_hidden_layers"),
+    "a billion layers": (
+        lambda f: change_config(f, num_hidden_layers=10**9, layer_types=None),
+        "states 1000000000 layers, but its files hold 25 tensors",
+    ),
+    "not a number": (lambda f: change_config(f, rms_norm_eps=float("nan")), "rms_norm_eps"),
+    "a tap out of range": (lambda f: change_config(f, both={"target_layer_ids": [0, 1, 99]}), "99 is none of them"),
+    "a mask token out of range": (lambda f: change_config(f, both={"mask_token_id": 4096}), "`mask_token_id` must be a row"),
+    "taps that are a word": (lambda f: change_config(f, both={"target_layer_ids": "all"}), "`target_layer_ids` must be a list"),
+}  # fmt: skip
+
+
+def change_config(folder, both=None, **changes):
+    config = json.loads((folder / "config.json").read_text()) | changes | (both or {})
+    config["dflash_config"] |= both or {name: changes[name] for name in changes if name in config["dflash_config"]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_input_gets_a_sentence_and_leaves_nothing(name, zlab, tmp_path):
+    break_it, sentence = BROKEN[name]
+    break_it(zlab)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises((ValueError, OSError), match=sentence):
+        import_drafter(str(zlab), tmp_path / "back")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+SENSELESS = (None, "x", -1, [], {"a": 1}, 10**30)
+
+
+@pytest.mark.parametrize("layout", ("dflash-hub", "zlab", "speculators", "transformers"))
+def test_no_value_of_a_config_gets_past_with_another_kind_of_error(layout, tmp_path):
+    """Every entry of config.json in turn, with values that make no sense: a sentence, or no harm."""
+    tiny_target("llama").save_pretrained(tmp_path / "target")
+    tiny_drafter(layer_types=["sliding_attention"] * 2, sliding_window=8, block_causal=[False] * 2).save_pretrained(
+        tmp_path / "dflash-hub"
+    )
+    target = str(tmp_path / "target")
+    if layout != "dflash-hub":
+        export_drafter(str(tmp_path / "dflash-hub"), tmp_path / layout, layout, target=target)
+    path = tmp_path / layout / "config.json"
+    config = path.read_text()
+    refused = 0
+    for number, place in enumerate(entries(json.loads(config))):
+        for value in SENSELESS[number % 2 :: 2]:
+            changed = json.loads(config)
+            inner = changed
+            for key in place[:-1]:
+                inner = inner[key]
+            inner[place[-1]] = value
+            path.write_text(json.dumps(changed))
+            try:
+                read_drafter(str(tmp_path / layout), target=target)
+            except (ValueError, OSError) as error:
+                refused += 1
+                assert len(str(error)) > 20
+    assert refused > 25
+
+
+def entries(config: dict, place: tuple = ()):
+    for key, value in config.items():
+        yield (*place, key)
+        if isinstance(value, dict):
+            yield from entries(value, (*place, key))
+
+
+def test_huge_json_is_not_read(zlab, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_module, "LARGEST_JSON", 1000)
+    with pytest.raises(ValueError, match="bytes; that is no config and no index"):
+        import_drafter(str(zlab), tmp_path / "back")
+
+
+def test_a_config_that_claims_a_giant_allocates_nothing(zlab, tmp_path):
+    """Shapes are compared before anything is allocated."""
+    change_config(zlab, hidden_size=2**20, intermediate_size=2**22)
+    with pytest.raises(ValueError, match=r"the config says \[1048576, 3145728\]"):
+        import_drafter(str(zlab), tmp_path / "back")
+
+
+@pytest.mark.parametrize("name", ("my.drafter-v1.0", "ünïcode drafter", "-force"))
+def test_unusual_names_of_folders(name, zlab, tmp_path):
+    import_drafter(str(zlab), tmp_path / name)
+    export_drafter(str(tmp_path / name), tmp_path / f"{name}.out")
+    assert (tmp_path / f"{name}.out" / "model.safetensors").read_bytes() == (zlab / "model.safetensors").read_bytes()
+
+
+def test_sources_that_are_no_folder(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for source, sentence in (("file", "is a file; expected a folder"), ("loop", "leads nowhere or in a circle")):
+        with pytest.raises(OSError, match=sentence):
+            open_checkpoint(str(tmp_path / source))
+    with pytest.raises(OSError, match="no folder here, and no id of a repository"):
+        open_checkpoint("a/b/c/d")
+
+
+def test_a_destination_inside_of_a_link_loop(zlab, tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(OSError):
+        import_drafter(str(zlab), tmp_path / "loop" / "back")
+
+
+class Spy:
+    def __reduce__(self):
+        return os.mkdir, ("/tmp/dflash-hub-pickle-ran",)
+
+
+def test_a_pickle_that_runs_code_is_refused(zlab, tmp_path):
+    state = tmp_path / "state"
+    state.mkdir()
+    torch.save({"draft_state_dict": {"fc.weight": torch.ones(2, 2)}, "evil": Spy()}, state / "training_state.pt")
+    with pytest.raises(ValueError, match="cannot be read with `weights_only`"):
+        import_drafter(str(state), tmp_path / "b", config_file=str(zlab / "config.json"), allow_pickle=True)
+    assert not os.path.exists("/tmp/dflash-hub-pickle-ran")
+    torch.save([1, 2], state / "training_state.pt")
+    with pytest.raises(ValueError, match="holds no dictionary of tensors"):
+        import_drafter(str(state), tmp_path / "b", config_file=str(zlab / "config.json"), allow_pickle=True)
+    (state / "training_state.pt").write_bytes(b"PK\x03\x04 no zip")
+    with pytest.raises(ValueError, match="cannot be read with `weights_only`"):
+        import_drafter(str(state), tmp_path / "b", config_file=str(zlab / "config.json"), allow_pickle=True)
+
+
+def test_the_writer_gives_what_the_library_gives(tmp_path, monkeypatch):
+    """Also in pieces of one row each."""
+    monkeypatch.setattr(checkpoint_module, "PIECE", 1)
+    tensors = {
+        "b": torch.randn(3, 5), "a": torch.randn(7).bfloat16(), "cé": torch.randn(2, 2, 2).half(),
+        "d": torch.randn(1, 1).double(),
+    }  # fmt: skip
+    save_file(tensors, tmp_path / "library.safetensors", metadata={"format": "pt"})
+    stored = checkpoint_module.tensors_of({tmp_path / "library.safetensors": None})
+    write_tensors(tmp_path / "ours.safetensors", stored)
+    assert (tmp_path / "ours.safetensors").read_bytes() == (tmp_path / "library.safetensors").read_bytes()
+    assert torch.equal(stored["b"].rows(1, 2).whole(), tensors["b"][1:])

@@ -1,0 +1,129 @@
+"""`dflash-hub push` and `inspect`, as a user runs them."""
+
+import json
+
+import pytest
+from conftest import ROOT, tiny_drafter
+from dflash_hub.cli import app
+from dflash_hub.convert.card import write_card
+from dflash_hub.convert.description import describe
+from dflash_hub.convert.exporting import export_drafter
+from dflash_hub.convert.pushing import push_drafter
+from dflash_hub.convert.reading import read_drafter
+from fake_hub import fake_hub
+from typer.testing import CliRunner
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+CODE = [
+    f"{name}_dflash.py"
+    for name in ("choice", "configuration", "generation", "hub", "modeling", "statistics", "target")
+]  # fmt: skip
+
+
+def run(*arguments) -> str:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    with fake_hub(monkeypatch) as hub:
+        yield hub
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_drafter(target_name_or_path="org/target").save_pretrained(tmp_path / "d")
+    write_card(tmp_path / "d")
+    return tmp_path / "d"
+
+
+def test_a_push_uploads_what_a_drafter_is_and_nothing_else(folder, hub):
+    (folder / "optimizer.pt").write_bytes(b"not for the Hub")
+    (folder / ".env").write_text("SECRET=1")
+    (folder / "training_record.json").write_text("{}")
+    expected = sorted(
+        [*CODE, "README.md", "config.json", "custom_generate/generate.py", "model.safetensors", "training_record.json"]
+    )
+    listed = run("push", folder, "my-name/tiny.dflash-v1", "--dry-run")
+    assert listed.splitlines()[:-1] == expected
+    assert hub.repositories == {} and hub.tokens == set()
+
+    assert "/commit/0123456789" in run("push", folder, "my-name/tiny.dflash-v1")
+    assert hub.repositories["my-name/tiny.dflash-v1"]["visibility"] == "private"
+    assert hub.tokens == {"Bearer hf_fake"}
+    files = hub.files["my-name/tiny.dflash-v1"]
+    assert sorted(files) == expected
+    assert files["model.safetensors"] == (folder / "model.safetensors").read_bytes()
+    card = files["README.md"].decode()
+    assert 'AutoModel.from_pretrained("my-name/tiny.dflash-v1", trust' in card and "inside this folder" not in card
+    assert "dflash-hub export my-name/tiny.dflash-v1 drafter-vllm" in card
+    assert card == (folder / "README.md").read_text()
+
+    run("push", folder, "my-name/tiny.dflash-v1", "--public")  # what exists keeps its visibility
+    assert hub.repositories["my-name/tiny.dflash-v1"]["visibility"] == "private"
+
+    hub.refuse_commit = True
+    with pytest.raises(OSError, match="the Hub refused: .*403"):
+        push_drafter(folder, "my-name/other")
+
+
+def test_a_card_that_someone_wrote_is_pushed_as_it_is(folder, hub):
+    (folder / "README.md").write_text("# Mine\n")
+    run("push", folder, "me/d", "--public")
+    assert hub.files["me/d"]["README.md"] == b"# Mine\n" and hub.repositories["me/d"]["visibility"] == "public"
+
+
+def test_what_is_not_pushed(folder, tmp_path):
+    export_drafter(str(folder), tmp_path / "zlab")
+    with pytest.raises(ValueError, match="is in another format"):
+        push_drafter(tmp_path / "zlab", "me/d", dry_run=True)
+    for repository in ("a/b/c", "", "..", "me/--"):
+        with pytest.raises(ValueError, match="is no id of a repository"):
+            push_drafter(folder, repository, dry_run=True)
+    (folder / "modeling_dflash.py").unlink()
+    with pytest.raises(ValueError, match=r"lacks modeling_dflash.py; .* writes a complete folder"):
+        push_drafter(folder, "me/d", dry_run=True)
+    (folder / "model.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(ValueError, match="unreadable"):
+        push_drafter(folder, "me/d", dry_run=True)
+    with pytest.raises(OSError, match="is no folder"):
+        push_drafter(tmp_path / "nowhere", "me/d")
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# inspect
+
+
+def test_inspect_says_what_the_shipped_drafter_is():
+    text = run("inspect", ROOT)
+    for part in (
+        "dflash-hub, version 1", "HuggingFaceTB/SmolLM2-135M-Instruct", "thinking: off", "12.3 M parameters, 24.6 MB",
+        "bfloat16", "3: 3 full, bidirectional in the block", "[1, 8, 14, 20, 27] of 30", "16 of 49152", "rope_theta 100000.0",
+        '"num_speculative_tokens": 7', "--speculative-num-draft-tokens 8",
+    ):  # fmt: skip
+        assert part in text, part
+
+
+def test_inspect_reads_every_format_and_says_what_is_odd(tmp_path):
+    drafter = tiny_drafter(
+        layer_types=[SLIDING, FULL], sliding_window=4, target_layer_ids=[2, 0, 1], pad_token_id=96, attention_bias=True
+    )
+    drafter.save_pretrained(tmp_path / "ours")
+    (tmp_path / "ours" / "target_dflash.py").write_text("changed\n")
+    text = describe(read_drafter(str(tmp_path / "ours")))
+    for part in (
+        "1 sliding (window 4), causal in the block, 1 full, bidirectional in the block", "no target is recorded",
+        "the taps are not in order", "the mask token is also `pad_token_id`", "the window 4 is shorter than a block",
+        "code that differs from the installed dflash-hub's: target_dflash.py", "no training_record.json",
+        "VLLM_USE_V2_MODEL_RUNNER=1 vllm serve", "transformers' native class: no. `block_causal` is [True, False]",
+        "attention biases", f"dflash-hub export {tmp_path / 'ours'} drafter-vllm --to vllm",
+    ):  # fmt: skip
+        assert part in text, part
+    export_drafter(str(tmp_path / "ours"), tmp_path / "zlab")
+    config = json.loads((tmp_path / "zlab" / "config.json").read_text())
+    (tmp_path / "zlab" / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    text = describe(read_drafter(str(tmp_path / "zlab")))
+    assert "z-lab's layout" in text and "config.json says float16, the weights are float32" in text
+    assert f'"model": "{tmp_path / "zlab"}"' in text and "dflash-hub export" not in text
