@@ -157,14 +157,15 @@ class Ceiling(Generate):
         text = inputs["input_ids"][0].tolist() + plain_ids
         run = DFlashCandidateGenerator.draft_logits
 
-        def draft_logits(generator, anchor, context, num_draft, attention_mask=None):
-            logits = run(generator, anchor, context, num_draft, attention_mask)  # at the drafter's real cost
+        def draft_logits(generator, *args, **kwargs):
+            logits = run(generator, *args, **kwargs)[0]  # (n, V), at the drafter's real cost
+            num_draft = len(logits)
             start = generator.cache.get_seq_length() + 1
             for slot in range(num_draft):
                 right = text[start + slot] if start + slot < len(text) else 0
                 wrong = random.Random(f"{seed} {start + slot}").random() >= self.accuracy
                 logits[slot, (right + 1) % logits.shape[-1] if wrong else right] = 1e4
-            return logits
+            return logits[None]
 
         stack.callback(setattr, DFlashCandidateGenerator, "draft_logits", run)
         DFlashCandidateGenerator.draft_logits = draft_logits

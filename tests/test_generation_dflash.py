@@ -97,7 +97,7 @@ def test_left_padding_changes_neither_text_nor_acceptance(drafts_of):
     from dflash_hub.generation_dflash import DFlashCandidateGenerator as Candidates
 
     run = Candidates.draft_logits
-    Candidates.draft_logits = lambda *args: logits.append(run(*args)) or logits[-1]
+    Candidates.draft_logits = lambda *args, **kwargs: logits.append(run(*args, **kwargs)[0]) or logits[-1][None]
     try:
         alone = greedy(target, ids, assistant_model=drafter, max_new_tokens=20)
         first = len(logits)
