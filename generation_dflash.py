@@ -159,6 +159,7 @@ class Decoding:
         self.limits = PassLimits(target)
         self.unread: list[Features] = []  # of accepted tokens that the drafter has not seen
         self.prefix: torch.LongTensor | None = None  # what came in the cache
+        self.apart = False  # whether rows advance by counts of their own
         self.rollback: CacheRollback | None = None
         if self.record.attentions is not None and self.rows > 1:
             raise ValueError(
@@ -276,6 +277,7 @@ class Decoding:
         )
         if self.apart:
             self.inputs.set_apart()
+            self.stop.rests = True  # all rows that are full are full at the same length
         self.groups = [slice(row, row + 1) for row in range(self.rows)] if self.apart else [slice(0, self.rows)]
         noises = [self._noise() for _ in range(self.rows)] if call.config.do_sample else None
         self.choice = TargetChoice(call.processors, noises, self.rows if self.apart else 0)
@@ -361,7 +363,7 @@ class Decoding:
 
     def _pass(self, ids: torch.LongTensor, count: int):
         """A pass over the last `count` tokens of `ids`; the whole text where rows advance together, as Phi-3 looks at it."""
-        resting = [row for row in range(self.rows) if self.stop.ended[row]] if self.rows > 1 and self.apart else ()
+        resting = [row for row in range(self.rows) if self.apart and self.stop.resting(row)]
         ahead = self.inputs.ahead(count, self.cache, resting)
         model_inputs = self.target.prepare_inputs_for_generation(
             ids, next_sequence_length=count, is_first_iteration=False, **ahead

@@ -59,11 +59,11 @@ class Stop:
         self.max_length = min((c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=float("inf"))
         self.eos = {token for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.tolist()}
         # Plain `generate` pads a row that has ended only where end tokens are in play; otherwise it goes on writing.
-        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self.rests = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         # End tokens and length are decided on the host; anything else may keep state, and is called.
         self.others = StoppingCriteriaList(c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria))
         # Those that look at the end of one row only.
-        self.by_row = not self.others or (self.pads and all(type(c) is StopStringCriteria for c in self.others))
+        self.by_row = not self.others or (self.rests and all(type(c) is StopStringCriteria for c in self.others))
         self.ended = [False] * rows
 
     def __call__(self, rows: slice, text: torch.LongTensor, tokens: list[int], scores: tuple | None):
@@ -75,8 +75,8 @@ class Stop:
         self.ended[rows] = [a or b for a, b in zip(self.ended[rows], ends)]
 
     def resting(self, row: int) -> bool:
-        """Whether a row is only padded from here on."""
-        return self.ended[row] and self.pads
+        """Whether a row has ended and is only padded from here on."""
+        return self.ended[row] and self.rests
 
 
 class Record:
