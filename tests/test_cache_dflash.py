@@ -10,7 +10,7 @@ from families import equal_texts, tiny_family
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer, QuantizedLayer
 
-HYBRIDS = ("qwen3_next", "qwen3_5", "kimi_linear", "olmo_hybrid", "lfm2")
+HYBRIDS = ("qwen3_next", "qwen3_5", "bamba", "lfm2")
 
 
 def greedy(target, ids, **kwargs):
