@@ -27,10 +27,14 @@ DISBELIEF = 1.5  # a first measurement counts up to this multiple of what was ex
 KEPT, KEPT_ROUNDS = 5, 128  # measurements of one kind that are kept, and for how many rounds
 REFRESH = 0.01  # share of the time that measuring T(1) again may cost while drafting pays
 PAUSES = (8, 256)  # plain rounds between two tries while drafting does not pay: doubled by each failure
+PAUSE_AT_START = 32  # at most, where an earlier call with the pair left a longer one
 
 
 class Samples:
-    """The latest measurements of one kind of pass, in seconds."""
+    """The latest measurements of one kind of pass, in seconds.
+
+    `median` is the lower one, of two the smaller, since what disturbs a pass makes it slower.
+    """
 
     def __init__(self):
         self.kept: list[tuple[int, float]] = []  # (round, seconds)
@@ -38,14 +42,10 @@ class Samples:
     def add(self, round_index: int, seconds: float):
         recent = [sample for sample in self.kept if round_index - sample[0] < KEPT_ROUNDS]
         self.kept = recent[1 - KEPT :] + [(round_index, seconds)]
+        self.median = sorted(seconds for _, seconds in self.kept)[(len(self.kept) - 1) // 2]
 
     def __len__(self):
         return len(self.kept)
-
-    @property
-    def median(self) -> float:
-        """The lower median: of two the smaller, since what disturbs a pass makes it slower."""
-        return sorted(seconds for _, seconds in self.kept)[(len(self.kept) - 1) // 2]
 
 
 @dataclass
@@ -184,7 +184,9 @@ class DraftSchedule:
     def __init__(self, block_size: int, memory: DraftStatistics | None = None):
         self.most = block_size - 1
         self.statistics = copy.deepcopy(memory) if memory is not None else DraftStatistics()
-        self.statistics.allowance = min(self.statistics.allowance, ALLOWANCE)  # gains of earlier calls are theirs
+        # The bound holds for each call; bad luck in an earlier one is not for ever.
+        self.statistics.allowance = ALLOWANCE
+        self.statistics.pause = min(self.statistics.pause, PAUSE_AT_START)
         self.trying = False
 
     def next(self, rows: int = 1, context: int = 0) -> int:
@@ -260,7 +262,9 @@ class DraftSchedule:
         """Take over times measured with other rows or context: one sample of each kind, in proportion to T(1)."""
         statistics = self.statistics
         for samples in (*statistics.target.values(), statistics.drafter):
-            samples.kept = [(statistics.rounds, samples.median * factor)] if samples else []
+            if samples:
+                samples.kept = []
+                samples.add(statistics.rounds, samples.median * factor)
         del statistics.target[1]
 
     def _count_time(self, num_draft, tokens, target_seconds, drafter_seconds):
@@ -304,7 +308,7 @@ FLOOR_WARNING = (
 def is_at_floor(tried: int, accepted: int) -> bool:
     """Whether `FLOOR_WARNING` is due: of at least 20 drafts, less than a tenth had their first token accepted.
 
-    A drafter that gets every third first token right is taken for one about once in 500 times.
+    A drafter that gets every third first token right is below that in one of 300 runs of 20.
 
     Args:
         tried, accepted: `first_tried` and `first_accepted` of `DraftStatistics`, or counts of a fixed schedule.
