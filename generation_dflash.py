@@ -18,11 +18,14 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteriaList
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+from transformers.utils import logging
 
 from .cache_dflash import CacheRollback, cached_length
 from .candidates_dflash import DFlashCandidateGenerator, Features, keep_context, take_context
 from .choice_dflash import GumbelNoise, TargetChoice, separable
+from .clock_dflash import RoundClock
 from .rows_dflash import Record, Stop, Text
+from .schedule_dflash import FLOOR_WARNING, DraftSchedule, DraftStatistics, is_at_floor
 from .settings_dflash import (
     OWN_ARGUMENTS,
     is_native_route,
@@ -37,6 +40,8 @@ from .settings_dflash import (
 )
 from .statistics_dflash import Speculation
 from .target_dflash import CACHE, PassLimits, RoundInputs, check_pair, tap_request, tapped
+
+logger = logging.get_logger(__name__)
 
 # ------------------------------------------------------------------------------------------------------------------
 # The call: from the hook to the loop.
@@ -87,20 +92,53 @@ def assisted_generate(drafter, target: PreTrainedModel, generate, call: dict):
     refuse_unsupported(target, resolved, model_kwargs, call)
     check_pair(drafter, target)
     num_draft_tokens = resolve_num_draft_tokens(drafter, target, call)
+    chosen = num_draft_tokens == "auto"
+    memory = ScheduleMemory.of(drafter, target)
     read_prefix, streamer, own_cache = call.get("read_prefix", True), call.get("streamer"), passed_cache(model_kwargs)
     call = with_healed_tokens(target, resolved, with_stop_strings(resolved, call))
 
     def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
-        candidates = DFlashCandidateGenerator(drafter, model, num_draft_tokens)
+        most = drafter.config.block_size - 1
+        candidates = DFlashCandidateGenerator(drafter, model, most if chosen else num_draft_tokens)
         call = Call(logits_processor, stopping_criteria, generation_config, model_kwargs, streamer)
         call.keeps_cache = generation_config.return_dict_in_generate or own_cache is not None
         call.read_prefix = read_prefix
+        call.schedule = DraftSchedule(drafter.config.block_size, memory.statistics) if chosen else None
         return decode(model, candidates, input_ids, call)
 
     output, drafter.last_speculation = generate(
         target, custom_generate=loop, **without(call, "custom_generate", *OWN_ARGUMENTS)
     )
+    memory.warn_at_the_floor(drafter.last_speculation)
     return output
+
+
+class ScheduleMemory:
+    """What calls with one drafter and one target learned about how many tokens to draft; it dies with either."""
+
+    _OF_PAIR: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()  # drafter -> target -> memory
+
+    def __init__(self):
+        self.statistics: DraftStatistics | None = None
+        self.devices = None
+        self.warned = False
+
+    @classmethod
+    def of(cls, drafter, target: PreTrainedModel) -> "ScheduleMemory":
+        memory = cls._OF_PAIR.setdefault(drafter, weakref.WeakKeyDictionary()).setdefault(target, cls())
+        if memory.devices != (drafter.device, target.device):
+            memory.devices, memory.statistics = (drafter.device, target.device), None
+        return memory
+
+    def warn_at_the_floor(self, speculation: Speculation):
+        """Once, where nearly no first draft is accepted: over the chosen calls so far, or over this one."""
+        rounds = [a for row in zip(speculation.drafted, speculation.accepted) for d, a in zip(*row) if d > 0]
+        counts = [(len(rounds), sum(accepted > 0 for accepted in rounds))]
+        if self.statistics is not None:
+            counts.append((self.statistics.first_tried, self.statistics.first_accepted))
+        if not self.warned and any(is_at_floor(*count) for count in counts):
+            self.warned = True
+            logger.warning(FLOOR_WARNING)
 
 
 class Call:
@@ -114,6 +152,7 @@ class Call:
         self.streamer = streamer
         self.keeps_cache = False  # whether the cache outlives the call
         self.read_prefix = True  # whether the drafter reads a prefix that comes in a cache
+        self.schedule: DraftSchedule | None = None  # chooses how many tokens to draft; None for a fixed number
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -135,12 +174,14 @@ def decode(target: PreTrainedModel, candidates: DFlashCandidateGenerator, input_
         decoding.read_prompt()
         with target._optimize_model_for_decode():
             while not all(decoding.stop.ended):
-                drafts = decoding.draft()
+                drafts = decoding.draft(decoding.how_many())
                 outputs = decoding.verify(drafts.shape[1])
                 added = decoding.accept(drafts, outputs.logits)
                 decoding.commit(outputs, drafts.shape[1] + 1, added)
     finally:
         decoding.close()
+    if call.schedule is not None:
+        ScheduleMemory.of(candidates.drafter, target).statistics = call.schedule.statistics
     return decoding.result(), decoding.speculation
 
 
@@ -160,6 +201,7 @@ class Decoding:
         self.unread: list[Features] = []  # of accepted tokens that the drafter has not seen
         self.prefix: torch.LongTensor | None = None  # what came in the cache
         self.apart = False  # whether rows advance by counts of their own
+        self.clock = RoundClock(candidates.drafter.device)
         self.rollback: CacheRollback | None = None
         if self.record.attentions is not None and self.rows > 1:
             raise ValueError(
@@ -323,28 +365,39 @@ class Decoding:
 
     # ---- a round
 
-    def draft(self) -> torch.LongTensor:
-        """Draft tokens (B, n), in the text's buffer as well; the target itself adds one token to them."""
-        text, candidates = self.text, self.candidates
+    def how_many(self) -> int:
+        """How many tokens to draft: what is asked for, or pays, as far as text, target and cache have room for it."""
+        text, most = self.text, self.candidates.num_draft_tokens
         running = [row for row in range(self.rows) if not self.stop.resting(row)]
-        left = self.stop.budget - min(text.lengths[row] for row in running) - 1
+        left = self.stop.budget - min(text.lengths[row] for row in running) - 1  # the target itself adds one
         position = max(self.inputs.position(text.lengths[row], row) for row in running)
-        wanted = candidates.num_draft_tokens
-        count = self.rollback.most_drafts(self.limits.most_drafts(position, min(wanted, max(left, 0))))
-        if self.rollback.fixed_lengths and count < wanted:
-            count = 0
+        room = self.rollback.most_drafts(self.limits.most_drafts(position, min(most, max(left, 0))))
+        schedule = self.call.schedule
+        wanted = most if schedule is None else schedule.next(len(running), self.inputs.columns)
+        if not self.rollback.fixed_lengths:
+            return min(wanted, room)
+        lengths = [n for n in ((most,) if schedule is None else (most // 2, most)) if 0 < n <= room]
+        if wanted == 0 or not lengths:
+            return 0
+        return next((n for n in lengths if n >= wanted), lengths[-1])
+
+    def draft(self, count: int) -> torch.LongTensor:
+        """Draft tokens (B, count), in the text's buffer as well."""
+        text, candidates = self.text, self.candidates
         text.reserve(count + 1)
         if count == 0:
             return text.ids[:, :0]
+        self.clock.mark()
         features = Features.joined(self.unread)
         logits = candidates.draft_logits(text.newest(1), features.states, count, counts=features.counts)
         self.unread = []
         self.speculation.drafter_passes += 1
         drafts = self.choice.propose(text.ids, text.lengths, logits.to(self.device, torch.float32))
-        if not self.apart:
-            for row in set(range(self.rows)) - set(running):  # what plain `generate` writes there
+        for row in range(self.rows):
+            if self.stop.resting(row) and not self.apart:  # what plain `generate` writes there
                 drafts[row] = text.pad_token_id
                 text.ids[row, text.lengths[row] : text.lengths[row] + count] = text.pad_token_id
+        self.clock.mark()
         return drafts
 
     def verify(self, num_draft: int):
@@ -412,11 +465,19 @@ class Decoding:
         added = [now - then for now, then in zip(text.lengths, before)]
         if self.call.streamer is not None and self.rows == 1:
             self.call.streamer.put(torch.tensor(text.ids[0, before[0] : text.lengths[0]].tolist()))
-        if before[0] > self.prompt.shape[1] or max(before) > self.prompt.shape[1]:  # the prompt's pass is no round
-            for row in range(self.rows):
-                if not resting[row]:
-                    self.speculation.add_round(row, count, accepted[row], added[row])
+        if max(before) > self.prompt.shape[1]:  # the prompt's pass is no round
+            self._count_round([row for row in range(self.rows) if not resting[row]], count, accepted, added)
+        else:
+            self.clock.start()
         return added
+
+    def _count_round(self, running: list[int], drafted: int, accepted: list[int], added: list[int]):
+        for row in running:
+            self.speculation.add_round(row, drafted, accepted[row], added[row])
+        if self.call.schedule is not None:
+            together = self.rows > 1 and not self.apart
+            counts = [min(drafted, added[row] - 1) if together else accepted[row] for row in running]
+            self.call.schedule.observe(drafted, counts, *self.clock.stop(), len(running), self.inputs.columns)
 
     def _choices_of_block(self, drafts: torch.LongTensor, logits: torch.Tensor):
         """(drafted, choices, scores (B, n + 1, V)): by row, of all positions; -1 where no token is possible."""

@@ -138,8 +138,8 @@ def _refuse_cache(model_kwargs: dict, call: dict):
         )
 
 
-def resolve_num_draft_tokens(drafter, target, call: dict) -> int:
-    """Call argument, passed config, target's config, drafter's config: the first that states a number."""
+def resolve_num_draft_tokens(drafter, target, call: dict) -> int | str:
+    """Call argument, passed config, target's config, drafter's config: the first that states a number or "auto"."""
     # transformers fills an unset value with its own default, so this cannot be read from the resolved config; `pipeline`
     # does so even with the config that it passes on.
     passed, filled = call.get("generation_config"), GenerationConfig._get_default_generation_params()
@@ -152,11 +152,12 @@ def resolve_num_draft_tokens(drafter, target, call: dict) -> int:
     }
     place, number = next((place, number) for place, number in stated.items() if number is not None)
     if number == "auto":
-        raise ValueError(f"{place} asks for 'auto' drafted tokens, which is not supported yet; pass a number.")
+        return number
     most = drafter.config.block_size - 1
     if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
         raise ValueError(
-            f"{place} asks for {number!r} drafted tokens; a block of {drafter.config.block_size} tokens drafts 1 to {most}."
+            f"{place} asks for {number!r} drafted tokens; a block of {drafter.config.block_size} tokens drafts 1 to {most}, "
+            "or as many as pay with 'auto'."
         )
     return number
 

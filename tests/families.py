@@ -117,6 +117,7 @@ def tiny_family(model_type: str, **overrides):
 def drafter_for(target, block_size: int = 5, **overrides) -> DFlashDraftModel:
     torch.manual_seed(1)
     config = derive_config(target, VOCAB - 1, 1, block_size, TAPS, None, [])
+    config.num_draft_tokens = block_size - 1  # counts are compared
     for name, value in overrides.items():
         setattr(config, name, value)
     return DFlashDraftModel(config).eval()
