@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from .training import commands as training
+
 app = typer.Typer(
     help="DFlash drafters for transformers: several tokens per target pass, the same text.",
     no_args_is_help=True,
@@ -63,10 +65,7 @@ def init(
 
     if (output is None) != dry_run:
         raise ValueError("pass --output FOLDER, or --dry-run to write nothing.")
-    try:
-        tapped = [int(tap) for tap in taps.split(",")] if taps else None
-    except ValueError:
-        raise ValueError(f"--taps {taps!r} is no list of layers; write it as 1,9,17.") from None
+    tapped = training.layer_list(taps)
     plan = init_drafter(
         target, output, layers, block_size, tapped, window, mask_token, from_target_layers, revision, seed, force
     )
@@ -177,6 +176,19 @@ def bench(
         typer.echo(
             f"wrote {output}/report.md, {output}/summary.json and plots\nnext: dflash-hub bench --compare {output} ..."
         )
+
+
+app.command(epilog="\b\ndflash-hub regenerate --prompts demo --max-new-tokens 48 --output answers-demo")(
+    training.regenerate
+)
+app.command(
+    epilog="\b\ndflash-hub regenerate --prompts demo --max-new-tokens 48 --output answers-demo && dflash-hub train "
+    "--answers answers-demo --layers 1 --block-size 4 --held-out 2 --eval-prompts 1 --max-steps 4 --output run-demo"
+)(training.train)
+app.command(epilog="\b\ndflash-hub check --drafter . --count 2")(training.check)
+app.command(epilog="\b\ndflash-hub align --drafter . --target TUNED --prompts prompts.jsonl --output aligned")(
+    training.align
+)
 
 
 def main():

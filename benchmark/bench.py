@@ -169,7 +169,7 @@ def measure(bench: Bench, runners: dict, set_name: str, row: dict, seed: int):
             same = run.new_ids == plain_ids if greedy and plain_ids is not None else None
             record = {
                 "method": name, "set": set_name, "id": row["id"], "turn": turn,
-                "prompt_tokens": inputs["input_ids"].shape[1], "same_text": same, "peak_bytes": _peak_bytes(),
+                "prompt_tokens": inputs["input_ids"].shape[1], "same_text": same, "peak_bytes": peak_bytes(),
             }  # fmt: skip
             if same is False:
                 record["tie_gap"] = bench.tie_gap(inputs, plain_ids, run.new_ids)
@@ -185,7 +185,7 @@ def _warm_up(bench: Bench, runners: dict, row: dict):
         plain_ids = run.new_ids if name == "plain" else plain_ids
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
     """Peak memory of this process so far: of the GPU where there is one, else resident."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
@@ -228,26 +228,33 @@ def read_records(folder: Path) -> list[dict]:
 
 def provenance(command: str, bench: Bench) -> dict:
     """Where a number comes from: it stands beside every report."""
+    return {
+        "command": command,
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "device": device_name(),
+        "processes": bench.state.num_processes,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def commit() -> str:
+    """Of this checkout; a package that was installed from elsewhere has none."""
     git = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=9"],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parent,
     )
-    if bench.state.device.type == "cuda":
-        device = torch.cuda.get_device_name()
-    else:
-        device = f"CPU, {torch.get_num_threads()} threads, {_processor()}"
-    return {
-        "command": command,
-        "commit": git.stdout.strip() or "not a git checkout",
-        "date": datetime.now(UTC).isoformat(timespec="minutes"),
-        "device": device,
-        "processes": bench.state.num_processes,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    return git.stdout.strip() or "not a git checkout"
+
+
+def device_name() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"CPU, {torch.get_num_threads()} threads, {_processor()}"
 
 
 def _processor() -> str:

@@ -70,6 +70,8 @@ SETS = {
 def load_prompts(source: str, count: int, seed: int | None) -> tuple[str, list[dict]]:
     """(set name, rows {"id", "messages"}): `count` of them, chosen with `seed`, or the first ones where it is None.
 
+    For measuring; `read_prompts` reads everything, for training.
+
     Raises:
         ValueError: neither a known set nor a file, or a row of another form; names it.
     """
@@ -86,6 +88,32 @@ def load_prompts(source: str, count: int, seed: int | None) -> tuple[str, list[d
     return name, rows[:count]
 
 
+def read_prompts(source: str, column: str | None = None) -> list[dict]:
+    """All rows {"id", "messages"} of a local JSONL file, or of a data set on the Hub: `NAME`, `NAME:SPLIT`.
+
+    Args:
+        column: of a Hub data set, the one with the prompt's text; by default `messages`, of which user turns are taken.
+
+    Raises:
+        ValueError: a row of another form; names it.
+    """
+    if Path(source).is_file():
+        return list(_read(Path(source)))
+    name, _, split = source.partition(":")
+    rows = _load_dataset(name, split=split or "train")
+    wanted = column or "messages"
+    if wanted not in rows.column_names:
+        raise ValueError(
+            f"{source!r} has no column {wanted!r} but {rows.column_names}; name the prompt's with --column."
+        )
+    prompts = []
+    for i, row in enumerate(rows):
+        value = row[wanted]
+        users = [m["content"] for m in value if m["role"] == "user"] if wanted == "messages" else [value]
+        prompts.append({"id": f"{name}:{i}", "messages": [{"role": "user", "content": content} for content in users]})
+    return prompts
+
+
 def _read(path: Path):
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -100,12 +128,16 @@ def _read(path: Path):
         yield row
 
 
-def _public(prompt_set: PromptSet) -> list[dict]:
+def _load_dataset(*name: str, split: str):
     try:
         from datasets import load_dataset
     except ImportError:
         raise ValueError("public prompt sets need the package `datasets`: pip install 'dflash-hub[bench]'.") from None
-    rows = load_dataset(*prompt_set.load, split=prompt_set.split)
+    return load_dataset(*name, split=split)
+
+
+def _public(prompt_set: PromptSet) -> list[dict]:
+    rows = _load_dataset(*prompt_set.load, split=prompt_set.split)
     return [
         {
             "id": prompt_set.row_id(row, i),

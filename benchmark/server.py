@@ -45,9 +45,13 @@ class Server:
         except OSError as error:
             raise ValueError(f"no server answers at {self.root}: {error}") from None
 
+    def request(self, path: str, body: dict | None = None) -> dict:
+        """The server's JSON answer; ValueError says what it answered instead."""
+        with self._open(path, body) as response:
+            return json.load(response)
+
     def _only_model(self) -> str:
-        with self._open("/v1/models") as response:
-            names = [entry["id"] for entry in json.load(response)["data"]]
+        names = [entry["id"] for entry in self.request("/v1/models")["data"]]
         if len(names) != 1:
             raise ValueError(f"{self.root} serves {names}; say which with --model.")
         return names[0]

@@ -111,3 +111,24 @@ def forward(model, noise_embeds, context_hidden_states, context_positions, ancho
             x = x + linear(gate * torch.sigmoid(gate) * linear(normed, at + "mlp.up_proj"), at + "mlp.down_proj")
         outputs.append(rms_norm(x, weights["norm.weight"], config.rms_norm_eps))
     return torch.stack(outputs)
+
+
+def training_visibility(rows, anchors, valid, block_size: int, window: int | None, causal: bool) -> torch.Tensor:
+    """(B, N * K, S + N * K): which keys each slot of each block may see in training, by the rules in words."""
+    batch, length = rows.input_ids.shape
+    blocks = anchors.shape[1]
+    visible = torch.zeros(batch, blocks * block_size, length + blocks * block_size, dtype=torch.bool)
+    for b in range(batch):
+        for n in range(blocks):
+            anchor = int(anchors[b, n])
+            for slot in range(block_size):
+                query = n * block_size + slot
+                for key in range(anchor if valid[b, n] else 0):
+                    same = rows.document_ids[b, key] == rows.document_ids[b, anchor]
+                    distance = anchor + slot - key
+                    visible[b, query, key] = bool(same) and (window is None or distance < window)
+                for other in range(block_size):
+                    seen = other <= slot if causal else True
+                    seen = seen and (window is None or abs(slot - other) < window)
+                    visible[b, query, length + n * block_size + other] = seen
+    return visible

@@ -1,0 +1,205 @@
+"""`dflash-hub regenerate`: the target's own answers, in process and from a server."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+import torch
+from conftest import tiny_target
+from dflash_hub.benchmark.prompts import read_prompts
+from dflash_hub.benchmark.server import Server
+from dflash_hub.training.answers import LocalTarget, RemoteTarget, answer_settings, encode, read_answers, regenerate
+from dflash_hub.training.identity import identify
+from test_init import tiny_tokenizer
+
+END = 2  # <end>
+
+
+@pytest.fixture(scope="module")
+def target():
+    model = tiny_target("llama")
+    model.generation_config.eos_token_id = END
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer(90)
+
+
+def prompts_of(count: int, turns: int = 1) -> list[dict]:
+    return [
+        {
+            "id": f"p-{i}",
+            "messages": [{"role": "user", "content": " ".join(f"w{(7 * i + j + t) % 80}" for j in range(2 + i % 5))} for t in range(turns)],
+        }
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def run(folder, target, tokenizer, prompts, source=None, max_new_tokens=10, sampling=None, batch_size=4, **kwargs):
+    sampling = sampling or {"do_sample": False}
+    source = source or LocalTarget(target, tokenizer, max_new_tokens, sampling, batch_size)
+    generation = {"max_new_tokens": max_new_tokens, **sampling}
+    settings = answer_settings("tiny", identify(target), tokenizer, None, generation)
+    return regenerate(folder, source, tokenizer, prompts, settings, **kwargs)
+
+
+def test_answers_are_the_targets_greedy_text_with_exact_ids(tmp_path, target, tokenizer):
+    counts = run(tmp_path, target, tokenizer, prompts_of(11))
+    rows = read_answers(tmp_path / "answers.jsonl")
+    assert counts["answers"] == len(rows) == 11 and counts["failures"] == 0
+    assert counts["answer_tokens"] == sum(len(row["answer_ids"]) for row in rows)
+    ended = 0
+    for row in rows:
+        messages = next(p["messages"] for p in prompts_of(11) if p["id"] == row["id"])
+        assert row["prompt_ids"] == encode(tokenizer, messages, [], None)
+        text = target.generate(torch.tensor([row["prompt_ids"]]), max_new_tokens=10, do_sample=False)
+        assert text[0, len(row["prompt_ids"]) :].tolist() == row["answer_ids"]
+        ended += row["answer_ids"][-1] == END
+        assert END not in row["answer_ids"][:-1]
+    assert 0 <= ended < 11
+
+
+def test_later_turns_are_answered_on_the_models_own_history(tmp_path, target, tokenizer):
+    prompts = prompts_of(3, turns=2)
+    run(tmp_path, target, tokenizer, prompts)
+    rows = {(row["id"], row["turn"]): row for row in read_answers(tmp_path / "answers.jsonl")}
+    assert len(rows) == 6
+    for prompt in prompts:
+        first, second = rows[prompt["id"], 0], rows[prompt["id"], 1]
+        answer = tokenizer.decode(first["answer_ids"], skip_special_tokens=True)
+        history = [prompt["messages"][0], {"role": "assistant", "content": answer}, prompt["messages"][1]]
+        expected = tokenizer.apply_chat_template(history, add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert second["prompt_ids"] == expected
+
+
+def test_an_interrupted_run_continues_and_loses_no_row(tmp_path, target, tokenizer):
+    class Interrupted(LocalTarget):
+        calls = 0
+
+        def answer(self, prompts, seed):
+            self.calls += 1
+            if self.calls == 3:
+                raise KeyboardInterrupt
+            return super().answer(prompts, seed)
+
+    source = Interrupted(target, tokenizer, 10, {"do_sample": False}, 4)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, target, tokenizer, prompts_of(16), source)
+    path = tmp_path / "answers.jsonl"
+    assert len(read_answers(path)) == 8
+    path.write_text(path.read_text() + '{"id": "p-9", "answer_')  # a line that was cut
+    counts = run(tmp_path, target, tokenizer, prompts_of(16))
+    assert counts["answers"] == 16 and len(read_answers(path)) == 16
+    run(tmp_path / "whole", target, tokenizer, prompts_of(16))
+    whole = {row["id"]: row["answer_ids"] for row in read_answers(tmp_path / "whole" / "answers.jsonl")}
+    assert {row["id"]: row["answer_ids"] for row in read_answers(path)} == whole
+
+
+def test_other_settings_and_repeated_ids_are_refused(tmp_path, target, tokenizer):
+    run(tmp_path, target, tokenizer, prompts_of(2))
+    with pytest.raises(ValueError, match=r"answers made with other generation.*pass another --output"):
+        run(tmp_path, target, tokenizer, prompts_of(2), max_new_tokens=11)
+    with pytest.raises(ValueError, match="other identity"):
+        other = tiny_target("llama", seed=5)
+        other.generation_config.eos_token_id = END
+        run(tmp_path, other, tokenizer, prompts_of(2))
+    with pytest.raises(ValueError, match="several prompts have the id 'p-0'"):
+        run(tmp_path / "x", target, tokenizer, prompts_of(1) * 2)
+
+
+def test_failures_are_counted_and_listed(tmp_path, target, tokenizer):
+    prompts = prompts_of(5)
+    counts = run(tmp_path, target, tokenizer, prompts, max_prompt_tokens=6)
+    failures = [json.loads(line) for line in (tmp_path / "failures.jsonl").read_text().splitlines()]
+    assert counts["failures"] == len(failures) > 0 and counts["answers"] + counts["failures"] == 5
+    assert "prompt tokens, over the limit of 6" in failures[0]["reason"]
+    assert run(tmp_path, target, tokenizer, prompts)["failures"] == 0
+    assert (tmp_path / "failures.jsonl").read_text() == ""
+
+
+def test_sampled_answers_differ_from_greedy_and_repeat_with_the_seed(tmp_path, target, tokenizer):
+    sampling = {"do_sample": True, "temperature": 1.5}
+    texts = []
+    for name in ("a", "b"):
+        run(tmp_path / name, target, tokenizer, prompts_of(6), sampling=sampling)
+        texts.append((tmp_path / name / "answers.jsonl").read_text())
+    run(tmp_path / "greedy", target, tokenizer, prompts_of(6))
+    assert texts[0] == texts[1] != (tmp_path / "greedy" / "answers.jsonl").read_text()
+
+
+def test_answers_without_prompts_are_joined_with_them_by_id(tmp_path, target, tokenizer):
+    run(tmp_path, target, tokenizer, prompts_of(4))
+    rows = read_answers(tmp_path / "answers.jsonl")
+    compact = tmp_path / "compact.jsonl"
+    compact.write_text("".join(json.dumps({"id": r["id"], "answer_ids": r["answer_ids"]}) + "\n" for r in rows))
+    messages = {row["id"]: row["messages"] for row in prompts_of(4)}
+    assert read_answers(compact, messages, tokenizer) == rows
+    with pytest.raises(ValueError, match=r"compact.jsonl, line 1: row 'p-\d' has no `prompt_ids`"):
+        read_answers(compact)
+    compact.write_text('{"id": "p-0"}\n')
+    with pytest.raises(ValueError, match="line 1: expected a row with `id` and `answer_ids`"):
+        read_answers(compact)
+
+
+def test_prompts_from_files_and_data_sets(tmp_path, monkeypatch):
+    import datasets
+
+    rows = [{"question": "a b", "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}]
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: datasets.Dataset.from_list(rows))
+    assert read_prompts("org/set:train[:1]", "question") == [
+        {"id": "org/set:0", "messages": [{"role": "user", "content": "a b"}]}
+    ]
+    assert read_prompts("org/set")[0]["messages"] == [{"role": "user", "content": "x"}]
+    with pytest.raises(ValueError, match="has no column 'text' but"):
+        read_prompts("org/set", "text")
+
+
+class FakeEngine(BaseHTTPRequestHandler):
+    """OpenAI's completions over token ids, with and without ids in the answer; one prompt fails."""
+
+    token_ids = True
+
+    def log_message(self, *args):
+        pass
+
+    def _send(self, body: dict, status: int = 200):
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self):
+        self._send({"data": [{"id": "tiny"}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert body["temperature"] == 0.0 and body["max_tokens"] == 10
+        if len(body["prompt"]) == 4:
+            return self._send({"error": "too short"}, 500)
+        choice = {"text": "w5 w6", "finish_reason": "stop"}
+        if type(self).token_ids:
+            choice["token_ids"] = [8, 9, END]
+        return self._send({"choices": [choice]})
+
+
+@pytest.mark.parametrize("token_ids", [True, False])
+def test_a_server_answers_with_ids_or_text(tmp_path, target, tokenizer, token_ids):
+    FakeEngine.token_ids = token_ids
+    server = HTTPServer(("127.0.0.1", 0), FakeEngine)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        engine = Server(f"http://127.0.0.1:{server.server_port}/v1", None)
+        source = RemoteTarget(engine, tokenizer, 10, {"do_sample": False}, 3)
+        counts = run(tmp_path, target, tokenizer, prompts_of(7), source)
+    finally:
+        server.shutdown()
+    rows = read_answers(tmp_path / "answers.jsonl")
+    assert {tuple(row["answer_ids"]) for row in rows} == {(8, 9, END)}
+    assert source.retokenized == (0 if token_ids else len(rows))
+    assert counts["failures"] == 7 - len(rows) == 2
+    assert "answered 500" in (tmp_path / "failures.jsonl").read_text()

@@ -1,0 +1,293 @@
+"""`dflash-hub check`, `train` and `align`: the faults that they must find, and the commands from end to end."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import tiny_drafter, tiny_target
+from dflash_hub import DFlashDraftModel
+from dflash_hub.training import check as checks
+from dflash_hub.training.answers import encode
+from dflash_hub.training.check import check
+from dflash_hub.training.identity import identify, template_fingerprint
+from test_answers import prompts_of
+from test_init import dflash_hub, tiny_tokenizer
+from test_training import answers_of, trainer_of
+
+LAYERS, TAPS = 6, [0, 1, 2]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target("llama", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer(90)
+
+
+@pytest.fixture(scope="module")
+def messages():
+    return [row["messages"] for row in prompts_of(4)]
+
+
+@pytest.fixture(scope="module")
+def trained(target, tokenizer, messages, tmp_path_factory):
+    """A drafter that knows the answers to these prompts by heart, as a state dict."""
+    drafter = tiny_drafter(initializer_range=0.05, num_target_layers=LAYERS, target_layer_ids=TAPS, mask_token_id=95)
+    rows = checks.answered(target, [encode(tokenizer, m, [], None) for m in messages], 24)
+    rows = [row | {"id": f"row-{i}"} for i, row in enumerate(rows)]
+    trainer = trainer_of(
+        tmp_path_factory.mktemp("run"), target, drafter, rows * 2, rows[:1], max_steps=150,
+        per_device_train_batch_size=8, save_strategy="no", logging_steps=50,
+    )  # fmt: skip
+    trainer.num_anchors = 24
+    trainer.train()
+    return drafter.state_dict()
+
+
+def drafter_of(state: dict, **overrides) -> DFlashDraftModel:
+    fields = {"num_target_layers": LAYERS, "target_layer_ids": TAPS, "mask_token_id": 95}
+    drafter = tiny_drafter(**fields | overrides)
+    drafter.load_state_dict(state)
+    return drafter.eval()
+
+
+def record_of(target, tokenizer, acceptance_length: float) -> dict:
+    return {
+        "data": {"target": identify(target), "template": template_fingerprint(tokenizer)},
+        "result": {"evaluation": {"acceptance_length": acceptance_length}},
+    }
+
+
+def by_name(findings) -> dict:
+    return {finding.name: finding for finding in findings}
+
+
+def test_a_good_pair_passes_every_check(target, tokenizer, messages, trained):
+    drafter = drafter_of(trained)
+    findings = by_name(check(drafter, target, tokenizer, messages, None, record_of(target, tokenizer, 3.0), 24))
+    assert [name for name, finding in findings.items() if finding.ok is False] == []
+    assert {"pair", "taps", "layouts", "leak", "target's weights", "acceptance"} <= set(findings)
+    assert "tau" in findings["acceptance"].detail and "likely cause" not in findings
+
+
+def test_taps_that_are_off_by_one_are_named(target, tokenizer, messages, trained):
+    drafter = drafter_of(trained, target_layer_ids=[1, 2, 3])
+    findings = by_name(check(drafter, target, tokenizer, messages, None, record_of(target, tokenizer, 4.0), 24))
+    assert findings["acceptance"].ok is False
+    assert "wrong taps: with taps [0, 1, 2]" in findings["likely cause"].detail
+
+
+def test_another_target_template_or_acceptance_is_named(target, tokenizer, messages, trained):
+    drafter = drafter_of(trained)
+    other = tiny_target("llama", seed=7, num_hidden_layers=LAYERS)
+    findings = by_name(check(drafter, other, tokenizer, messages, None, record_of(target, tokenizer, 3.0), 24))
+    assert findings["target's weights"].ok is False and findings["acceptance"].ok is False
+    assert "target's weights (made with weights" in findings["likely cause"].detail
+
+    template = tiny_tokenizer(90, template="{% for m in messages %}<end>{{ m['content'] }}<start>{% endfor %}")
+    findings = by_name(check(drafter, target, template, messages, None, record_of(target, tokenizer, 3.0), 24))
+    assert findings["chat template and vocabulary"].ok is False
+
+    thinking = tiny_tokenizer(90, template="{% if enable_thinking %}<start>{% endif %}" + tokenizer.chat_template)
+    drafter.config.target_thinking = True
+    findings = by_name(check(drafter, target, thinking, messages, False, None, 24))
+    assert findings["thinking"].ok is False and findings["thinking"].detail == "made for True, False here"
+
+
+def test_an_untrained_drafter_and_a_wrong_pair_are_told_apart(target, tokenizer, messages):
+    fresh = tiny_drafter(num_target_layers=LAYERS, target_layer_ids=TAPS)
+    findings = by_name(check(fresh, target, tokenizer, messages, None, None, 24))
+    assert findings["acceptance"].ok is False
+    assert "may be untrained" in findings["likely cause"].detail
+    findings = check(tiny_drafter(), target, tokenizer, messages, None, None, 24)
+    assert [f.name for f in findings] == ["pair"] and findings[0].ok is False
+
+
+@pytest.mark.parametrize("fault", ["taps", "layouts", "leak ahead", "leak blind"])
+def test_a_broken_implementation_is_found(target, tokenizer, messages, trained, monkeypatch, fault):
+    drafter = drafter_of(trained)
+    if fault == "taps":
+        taken = checks.tapped
+        monkeypatch.setattr(checks, "tapped", lambda *args: taken(*args)[::-1])
+    elif fault == "layouts":
+        shifted = checks.block_positions
+        monkeypatch.setattr(
+            checks, "block_positions", lambda *a: shifted(*a) + (torch.arange(shifted(*a).shape[1]) > 20)
+        )
+    else:
+        masks = checks.layer_masks
+        seen = fault == "leak ahead"
+
+        def broken(config, rows, *args):
+            found = [mask.clone() for mask in masks(config, rows, *args)]
+            for mask in found:
+                mask[..., : rows.input_ids.shape[1]] = seen
+            return found
+
+        monkeypatch.setattr(checks, "layer_masks", broken)
+    findings = by_name(check(drafter, target, tokenizer, messages, None, None, 24))
+    assert findings[fault.split()[0]].ok is False
+
+
+def write_prompts(path, count: int):
+    path.write_text("".join(json.dumps(row) + "\n" for row in prompts_of(count)))
+    return path
+
+
+def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
+    """regenerate, train, resume, check, then align to a target that changed; through the real entry point."""
+    target, changed = tiny_target("llama", num_hidden_layers=8), tiny_target("llama", num_hidden_layers=8)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter += (
+                0.05 * parameter.std() * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
+    for model, name in ((target, "target"), (changed, "changed")):
+        model.save_pretrained(tmp_path / name)
+        tiny_tokenizer(90).save_pretrained(tmp_path / name)
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 24)
+
+    done = dflash_hub(
+        "regenerate", "--target", "target", "--prompts", prompts, "--output", "answers", "--max-new-tokens", 20, cwd=tmp_path
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "24 answers" in done.stdout and "next: dflash-hub train" in done.stdout
+
+    options = tmp_path / "run.yaml"
+    options.write_text(
+        "layers: 2\nblock_size: 4\nheld_out: 6\neval_prompts: 3\nnum_anchors: 16\nlearning_rate: 0.003\nloss: ce\n"
+    )
+    arguments = ["train", "--target", "target", "--answers", "answers", "--config", "run.yaml", "--output", "run",
+                 "--eval-new-tokens", 20, "--batch-size", 6, "--max-steps", 120, "--evaluations", 2]  # fmt: skip
+    done = dflash_hub(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "18 answers of 360 tokens in 18 rows; 6 answers held out" in done.stdout
+    assert {"drafter", "checkpoints", "curves.png", "run.yaml", "log.jsonl", "start"} <= {
+        p.name for p in (tmp_path / "run").iterdir()
+    }
+    drafter = DFlashDraftModel.from_pretrained(tmp_path / "run" / "drafter")
+    assert drafter.dtype == torch.bfloat16 and drafter.config.block_size == 4
+    record = json.loads((tmp_path / "run" / "drafter" / "training_record.json").read_text())
+    assert record["recipe"]["num_anchors"] == 16 and record["recipe"]["gamma"] == 2.0
+    assert record["data"]["rows"] == 18 and record["data"]["target"]["name"] == "target"
+    assert record["result"]["steps"] == 120 and record["result"]["evaluation"]["acceptance_length"] >= 1
+    assert "acceptance_length: " in done.stdout
+    state = json.loads((tmp_path / "run" / "checkpoints" / "checkpoint-120" / "trainer_state.json").read_text())
+    assert any("eval_acceptance_length" in entry for entry in state["log_history"])
+
+    again = dflash_hub(*arguments, cwd=tmp_path)
+    assert again.returncode != 0 and "holds a run already; pass --resume" in again.stderr
+    other = dflash_hub(*arguments, "--resume", "--seed", 3, cwd=tmp_path)
+    assert other.returncode != 0 and "was made with other seed" in other.stderr
+
+    checked = dflash_hub("check", "--drafter", "run/drafter", "--target", "changed", "--prompts", prompts, cwd=tmp_path)
+    assert checked.returncode == 1 and "FAIL target's weights" in checked.stdout, checked.stderr
+
+    done = dflash_hub(
+        "align", "--drafter", "run/drafter", "--target", "changed", "--prompts", prompts, "--output", "aligned",
+        "--rehearsal", "answers", "--max-new-tokens", 20, "--max-steps", 60, "--learning-rate", 0.003, "--held-out", 6,
+        "--eval-prompts", 3, "--evaluations", 2, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "aligned" / "report.json").read_text())
+    better = report["after"]["replayed_acceptance_length"] > report["before"]["replayed_acceptance_length"]
+    assert report["kept"] == ("new" if better else "old")
+    assert "| tau, real generation |" in (tmp_path / "aligned" / "report.md").read_text()
+    DFlashDraftModel.from_pretrained(tmp_path / "aligned" / "drafter")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--answers", "nowhere"], "no answers at nowhere; make them with `dflash-hub regenerate`"),
+        (["--answers", "a.jsonl", "--held-out", "40"], "leave nothing to train on; lower --held-out"),
+        (["--answers", "a.jsonl", "--loss", "mse"], "no loss 'mse'; there are ce, dpace, kl, tv"),
+        (["--answers", "a.jsonl", "--argument", "warmup"], "--argument 'warmup' is not NAME=VALUE"),
+        (["--answers", "a.jsonl", "--argument", "wamup_steps=3"], "['wamup_steps'] are no fields of"),
+        (["--answers", "a.jsonl", "--vocabulary", "some"], "--vocabulary 'some' is neither full nor answers"),
+    ],
+)
+def test_bad_options_are_named(tmp_path, monkeypatch, arguments, sentence):
+    from dflash_hub import cli
+    from typer.testing import CliRunner
+
+    model = tiny_target("llama", num_hidden_layers=8)
+    model.save_pretrained(tmp_path / "target")
+    tiny_tokenizer(90).save_pretrained(tmp_path / "target")
+    row = {"id": "a", "turn": 0, "prompt_ids": [4, 5], "answer_ids": [6, 7, 8, 9]}
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row | {"id": str(i)}) + "\n" for i in range(40)))
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(
+        cli.app, ["train", "--target", "target", "--output", "run", "--layers", "1", "--block-size", "4", *arguments]
+    )
+    assert sentence in str(result.exception)
+    assert not (tmp_path / "run" / "drafter").exists()
+
+
+def test_a_config_file_with_an_unknown_option_is_refused(tmp_path):
+    (tmp_path / "run.yaml").write_text("learning_rat: 0.1\n")
+    done = dflash_hub("train", "--answers", "a", "--output", "b", "--config", "run.yaml", cwd=tmp_path)
+    assert done.returncode != 0 and "states ['learning_rat']; options are" in done.stderr
+
+
+def test_answers_of_another_template_are_refused(tmp_path):
+    from dflash_hub.training.options import TrainOptions
+    from dflash_hub.training.train import load_rows
+
+    tokenizer = tiny_tokenizer(90)
+    row = {"id": "a", "turn": 0, "prompt_ids": [4, 5], "answer_ids": [6, 7, 8, 9]}
+    (tmp_path / "answers.jsonl").write_text(json.dumps(row) + "\n")
+    settings = {"template": template_fingerprint(tokenizer), "thinking": None}
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    options = TrainOptions("target", [str(tmp_path)], "run")
+    assert len(load_rows(options.answers, options, tokenizer)[0]) == 1
+    with pytest.raises(ValueError, match="was made with template"):
+        load_rows(options.answers, options, tiny_tokenizer(91))
+    options.thinking = True
+    with pytest.raises(ValueError, match="was made with thinking None, the target here has True"):
+        load_rows(options.answers, options, tokenizer)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_job_with_ddp_and_with_fsdp(tmp_path):
+    """Each sees its share of every batch; sharded or not, the losses are the same."""
+    target = tiny_target("llama", num_hidden_layers=8)
+    target.save_pretrained(tmp_path / "target")
+    tiny_tokenizer(90).save_pretrained(tmp_path / "target")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers_of(target, 24)))
+    fsdp = '{"version": 2, "transformer_layer_cls_to_wrap": ["DFlashDecoderLayer"]}'
+    losses = {}
+    for name, port, further in (
+        ("ddp", 29641, []),
+        ("fsdp", 29642, ["--argument", "fsdp=full_shard", "--argument", f"fsdp_config={fsdp}"]),
+    ):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
+        command += [
+            "-m",
+            "dflash_hub",
+            "train",
+            "--target",
+            "target",
+            "--answers",
+            "a.jsonl",
+            "--output",
+            name,
+            *further,
+        ]
+        command += "--layers 2 --block-size 4 --held-out 6 --eval-prompts 3 --num-anchors 16 --batch-size 4 --max-steps 6".split()
+        command += ["--evaluations", "1", "--eval-new-tokens", "12", "--argument", "logging_steps=1"]
+        # On CPUs `accelerate launch` wants mpirun; torchrun starts the same two processes.
+        environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        entries = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        losses[name] = [entry["loss"] for entry in entries if "loss" in entry]
+        assert any("eval_acceptance_length" in entry for entry in entries)
+        DFlashDraftModel.from_pretrained(tmp_path / name / "drafter")
+    assert len(losses["ddp"]) == 6 and losses["ddp"] == pytest.approx(losses["fsdp"], rel=1e-3)

@@ -1,0 +1,589 @@
+"""Anchors, blocks, masks, losses, features, and whole runs on tiny targets."""
+
+import pytest
+import torch
+from brute_force import training_visibility
+from conftest import prompt_of, tiny_drafter, tiny_target
+from dflash_hub import DFlashDraftModel
+from dflash_hub.configuration_dflash import FULL, SLIDING
+from dflash_hub.generation_dflash import DFlashCandidateGenerator
+from dflash_hub.target_dflash import raw_embeddings, tapped
+from dflash_hub.training import evaluation
+from dflash_hub.training.blocks import (
+    PADDING,
+    block_ids,
+    block_labels,
+    block_positions,
+    draw_anchors,
+    layer_masks,
+)
+from dflash_hub.training.data import Collator, PackedRows, pack, placed, rows_of, split_held_out, usable_rows
+from dflash_hub.training.features import FeatureCache, tapped_features
+from dflash_hub.training.identity import identify
+from dflash_hub.training.losses import BlockLoss, ReducedHead, chunked_sum, default_gamma, dpace_weights, slot_weights
+from dflash_hub.training.train import long_context
+from dflash_hub.training.trainer import DFlashTrainer
+from transformers import TrainerCallback, TrainingArguments
+
+BLOCK = 5
+
+
+def row_of(prompt: int, answer: int, seed: int = 0, row_id: str | None = None) -> dict:
+    ids = prompt_of(prompt + answer, seed)[0].tolist()
+    return {"id": row_id or f"row-{seed}", "turn": 0, "prompt_ids": ids[:prompt], "answer_ids": ids[prompt:]}
+
+
+def batch_of(*packs: list[dict], **kwargs) -> dict:
+    return Collator(**kwargs)([{"documents": documents} for documents in packs])
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Anchors and labels
+
+
+def test_anchors_are_answer_tokens_with_a_successor_and_each_can_be_drawn():
+    batch = batch_of([row_of(4, 6)], [row_of(3, 2, 1), row_of(2, 3, 2)])
+    rows = rows_of(batch)
+    seen = [set(), set()]
+    for seed in range(60):
+        anchors, valid = draw_anchors(rows, 2, generator(seed))
+        assert anchors.shape == (2, 2) and bool(valid.all())
+        assert bool((anchors[:, 0] < anchors[:, 1]).all())
+        for r in range(2):
+            seen[r] |= set(anchors[r].tolist())
+    # The answer of the first row is 4..9; of the packed ones 3..4 and 7..9. The last token of an answer has no successor.
+    assert seen == [{4, 5, 6, 7, 8}, {3, 7, 8}]
+
+
+def test_a_lone_valid_anchor_is_kept_and_rows_without_one_are_padding():
+    batch = batch_of([row_of(4, 2)], [row_of(1, 7, 1)])
+    rows = rows_of(batch)
+    anchors, valid = draw_anchors(rows, 4, generator())
+    assert valid.sum(1).tolist() == [1, 4] and anchors[0, 0] == 4
+    rows.answer_mask[0] = False
+    anchors, valid = draw_anchors(rows, 4, generator(), fixed=True)
+    assert anchors.shape == (2, 4) and valid.sum(1).tolist() == [0, 4]
+
+
+def test_fixed_anchor_counts_are_padded_for_short_rows():
+    anchors, valid = draw_anchors(rows_of(batch_of([row_of(2, 3)])), 16, generator(), fixed=True)
+    assert anchors.shape == (1, 16) and valid.sum() == 2
+
+
+def test_labels_end_with_the_document_that_the_anchor_is_in():
+    first, second = row_of(3, 4, 1), row_of(2, 6, 2)
+    rows = rows_of(batch_of([first, second]))
+    anchors = torch.tensor([[3, 5, 9]])
+    labels, supervised = block_labels(rows, anchors, torch.tensor([[True, True, True]]), BLOCK)
+    assert supervised.tolist() == [[[True] * 3 + [False], [True] + [False] * 3, [True] * 4]]
+    assert labels[0, 0, :3].tolist() == first["answer_ids"][1:]
+    assert labels[0, 1, 0] == first["answer_ids"][3]
+    assert labels[0, 2].tolist() == second["answer_ids"][1:5]
+    _, nothing = block_labels(rows, anchors, torch.zeros(1, 3, dtype=torch.bool), BLOCK)
+    assert not nothing.any()
+
+
+def test_blocks_hold_the_anchor_and_mask_tokens_at_the_positions_that_follow():
+    rows = rows_of(batch_of([row_of(3, 4, 1), row_of(2, 6, 2)]))
+    anchors = torch.tensor([[4, 10]])
+    ids = block_ids(rows, anchors, BLOCK, 96)
+    assert ids.tolist() == [[rows.input_ids[0, 4], 96, 96, 96, 96, rows.input_ids[0, 10], 96, 96, 96, 96]]
+    positions = block_positions(rows, anchors, BLOCK)[0]
+    assert positions[:15].tolist() == [*range(7), *range(8)]
+    assert positions[15:].tolist() == [4, 5, 6, 7, 8, 3, 4, 5, 6, 7]
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Masks
+
+
+@pytest.mark.parametrize("window", [None, 2, 6])
+@pytest.mark.parametrize("causal", [False, True])
+def test_masks_equal_brute_force_dense_and_flex(window, causal):
+    batch = batch_of([row_of(3, 6, 1), row_of(2, 5, 2)], [row_of(4, 9, 3)])
+    rows = rows_of(batch)
+    anchors, valid = draw_anchors(rows, 7, generator(), fixed=True)
+    valid[0, 3] = False
+    kind = {"layer_types": [FULL, SLIDING], "sliding_window": window} if window else {}
+    config = tiny_drafter(block_causal=[causal, causal], **kind).config
+    dense = layer_masks(config, rows, anchors, valid, "sdpa")[-1]
+    expected = training_visibility(rows, anchors, valid, BLOCK, window, causal)
+    assert dense[:, 0].equal(expected)
+    flex = layer_masks(config, rows, anchors, valid, "flex_attention")[-1]
+    assert flex.shape == (2, 1, *expected.shape[1:])  # one mask for all heads
+    b, q, k = torch.meshgrid(*map(torch.arange, expected.shape), indexing="ij")
+    assert flex.mask_mod(b, torch.zeros_like(b), q, k).equal(expected)
+    assert bool(dense.any(-1).all()), "a query that sees nothing would be a nan"
+
+
+@pytest.mark.parametrize("backend", ["eager", "flex_attention"])
+def test_attention_backends_agree_on_packed_rows(backend):
+    batch = batch_of([row_of(3, 6, 1), row_of(2, 5, 2)], [row_of(4, 9, 3)])
+    rows, drafter = rows_of(batch), tiny_drafter()
+    anchors, valid = draw_anchors(rows, 4, generator(), fixed=True)
+    context = torch.randn(2, rows.input_ids.shape[1], 96, generator=generator())
+    noise = torch.randn(2, 20, 32, generator=generator(1))
+    positions = block_positions(rows, anchors, BLOCK)
+
+    def run(attention):
+        drafter.set_attn_implementation(attention)
+        masks = layer_masks(drafter.config, rows, anchors, valid, attention)
+        with torch.no_grad():  # flex attention has no backward pass on a CPU
+            return drafter(noise, context, attention_mask=masks, position_ids=positions).last_hidden_state
+
+    torch.testing.assert_close(run("sdpa"), run(backend), rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Train layout and generate layout
+
+
+def train_layout(target, drafter, batch, anchors):
+    rows, config = rows_of(batch), drafter.config
+    valid = torch.ones_like(anchors, dtype=torch.bool)
+    features = tapped_features(target, batch["document_input_ids"], batch["document_mask"], config.target_layer_ids)
+    context = placed(features[batch["document_mask"].bool()], batch)
+    noise = raw_embeddings(
+        target.get_input_embeddings(), block_ids(rows, anchors, config.block_size, config.mask_token_id)
+    )
+    masks = layer_masks(config, rows, anchors, valid, "sdpa")
+    hidden = drafter(
+        noise, context, attention_mask=masks, position_ids=block_positions(rows, anchors, config.block_size)
+    ).last_hidden_state
+    return drafter.draft_logits(hidden, target.get_output_embeddings()).unflatten(1, (-1, config.block_size))
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "sliding", "mixed"])
+def test_train_and_generate_layouts_give_the_same_logits(kind):
+    """Pitfall 76, also for packed rows, whose second document starts at position 0 again."""
+    fields = {
+        "full": {},
+        "causal": {"block_causal": [True, True]},
+        "sliding": {"layer_types": [SLIDING, SLIDING], "sliding_window": 4, "block_causal": [False, False]},
+        "mixed": {"layer_types": [SLIDING, FULL], "sliding_window": 7},
+    }[kind]
+    target, drafter = tiny_target("qwen3"), tiny_drafter(**fields)
+    first, second = row_of(6, 9, 1), row_of(4, 12, 2)
+    batch = batch_of([first, second])
+    with torch.no_grad():
+        trained = train_layout(target, drafter, batch, torch.tensor([[8, 15 + 7, 15 + 10]]))[0]
+        for index, (row, anchor) in enumerate(((first, 8), (second, 7), (second, 10))):
+            ids = torch.tensor([row["prompt_ids"] + row["answer_ids"]])
+            candidates = DFlashCandidateGenerator(drafter, target, BLOCK - 1)
+            outputs = target(ids[:, :anchor], **candidates.model_kwargs_overrides)
+            states = tapped(outputs.hidden_states, target, drafter.config.target_layer_ids)
+            # Context comes in two parts, as it does over rounds.
+            candidates.draft_logits(ids[:, 3:4], [s[:, :3] for s in states], BLOCK - 1)
+            logits = candidates.draft_logits(ids[:, anchor : anchor + 1], [s[:, 3:] for s in states], BLOCK - 1)
+            torch.testing.assert_close(trained[index, 1:], logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_block_sees_features_before_its_anchor_and_none_from_it_on():
+    """Pitfall 75: perturbing features at or after the anchor must not change the block; just before it must."""
+    target, drafter = tiny_target("llama"), tiny_drafter()
+    batch = batch_of([row_of(4, 12, 1)])
+    rows, anchors = rows_of(batch), torch.tensor([[6, 9]])
+    valid = torch.ones_like(anchors, dtype=torch.bool)
+    context = torch.randn(1, 16, 96, generator=generator())
+    noise = raw_embeddings(target.get_input_embeddings(), block_ids(rows, anchors, BLOCK, 96))
+
+    def run(context):
+        masks = layer_masks(drafter.config, rows, anchors, valid, "sdpa")
+        positions = block_positions(rows, anchors, BLOCK)
+        return drafter(noise, context, attention_mask=masks, position_ids=positions).last_hidden_state
+
+    with torch.no_grad():
+        before = run(context)
+        for at, changed in ((5, (True, True)), (6, (False, True)), (8, (False, True)), (9, (False, False))):
+            perturbed = context.clone()
+            perturbed[0, at] += 1
+            after = run(perturbed)
+            for block, expected in enumerate(changed):
+                span = slice(block * BLOCK, (block + 1) * BLOCK)
+                assert (not before[:, span].equal(after[:, span])) == expected, (at, block)
+
+
+def test_packed_documents_do_not_see_each_other():
+    target, drafter = tiny_target("llama"), tiny_drafter()
+    first, second, other = row_of(4, 7, 1), row_of(3, 8, 2), row_of(4, 7, 3)
+    with torch.no_grad():
+        alone = train_layout(target, drafter, batch_of([second]), torch.tensor([[4, 6]]))
+        for beside in (first, other):
+            packed = train_layout(target, drafter, batch_of([beside, second]), torch.tensor([[11 + 4, 11 + 6]]))
+            torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Losses
+
+
+def test_slot_weights_decay_as_in_the_paper():
+    assert default_gamma(16) == 7 and default_gamma(10) == 5 and default_gamma(8) == 4
+    torch.testing.assert_close(slot_weights(3, 4.0, "cpu"), torch.tensor([1, 0.77880, 0.60653]))
+    assert slot_weights(3, None, "cpu").tolist() == [1, 1, 1]
+
+
+def test_dpace_weights_against_their_definition():
+    q = torch.tensor([[0.9, 0.2, 0.5], [0.4, 0.6, 0.1]])
+    supervised = torch.tensor([[True, True, True], [True, True, False]])
+    weights = dpace_weights(q, supervised, alpha=0.5)
+    s = 0.5 * q + 0.5
+    for m, slots in ((0, 3), (1, 2)):
+        for k in range(slots):
+            expected = sum(float(s[m, : j + 1].prod()) for j in range(k, slots))
+            assert float(weights[m, k]) == pytest.approx(expected)
+    assert weights[1, 2] == 0
+
+
+@pytest.mark.parametrize("kind", ["ce", "dpace", "kl", "tv"])
+def test_chunked_loss_and_gradient_equal_the_whole(kind):
+    head = torch.nn.Linear(8, 30, bias=False).requires_grad_(False)
+    labels = torch.randint(0, 30, (7, 4), generator=generator())
+    supervised = torch.rand(7, 4, generator=generator(1)) > 0.3
+    teacher = torch.randn(7, 4, 30, generator=generator(2))
+    loss = BlockLoss(kind, 4.0)
+
+    def run(chunk):
+        hidden = torch.randn(7, 4, 8, generator=generator(3)).requires_grad_()
+
+        def loss_of(part, which):
+            return loss(head(part), labels[which], supervised[which], teacher[which])
+
+        total = loss_of(hidden, slice(None)) if chunk is None else chunked_sum(hidden, loss_of, chunk)
+        (total * 3).backward()
+        return total.detach(), hidden.grad
+
+    whole, gradient = run(None)
+    for chunk in (1, 3, 7, 50):
+        total, part = run(chunk)
+        torch.testing.assert_close(total, whole)
+        torch.testing.assert_close(part, gradient)
+    assert gradient.abs().sum() > 0
+
+
+def test_distribution_losses_are_zero_for_the_target_itself():
+    logits = torch.randn(3, 4, 20, generator=generator())
+    labels, supervised = torch.zeros(3, 4, dtype=torch.long), torch.ones(3, 4, dtype=torch.bool)
+    assert float(BlockLoss("kl", 4.0)(logits, labels, supervised, logits)) == pytest.approx(0, abs=1e-5)
+    assert float(BlockLoss("tv", 4.0, ce_share=0.0)(logits, labels, supervised, logits)) == pytest.approx(0, abs=1e-5)
+    opposite = BlockLoss("tv", None, ce_share=0.0)(
+        torch.full((1, 1, 2), -40.0).index_fill(-1, torch.tensor([0]), 40.0),
+        labels[:1, :1], supervised[:1, :1],
+        torch.full((1, 1, 2), -40.0).index_fill(-1, torch.tensor([1]), 40.0),
+    )  # fmt: skip
+    assert float(opposite) == pytest.approx(1)
+
+
+def test_reduced_head_keeps_the_answers_tokens_and_draws_others():
+    head = torch.nn.Linear(8, 30, bias=False)
+    reduced = ReducedHead(head, torch.tensor([3, 5, 5, 9]), 4)
+    seen = set()
+    for seed in range(40):
+        part, index = reduced.draw(generator(seed))
+        chosen = (index >= 0).nonzero()[:, 0]
+        assert {3, 5, 9} <= set(chosen.tolist())
+        hidden = torch.randn(2, 8, generator=generator(seed))
+        torch.testing.assert_close(part(hidden), head(hidden)[:, chosen])
+        seen |= set(chosen.tolist())
+    assert seen == set(range(30))
+    with pytest.raises(ValueError, match=r"head is a Sequential.*full vocabulary"):
+        ReducedHead(torch.nn.Sequential(head), torch.tensor([1]), 4)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+def test_rows_are_cut_dropped_and_split_by_prompt():
+    rows = [row_of(4, 10, 1), row_of(4, 1, 2), row_of(20, 5, 3), row_of(3, 4, 4) | {"turn": 1, "id": "row-1"}]
+    kept, dropped = usable_rows(rows, 10)
+    assert [len(row["answer_ids"]) for row in kept] == [6, 4]
+    assert dropped == {"answer shorter than two tokens": 1, "prompt fills --max-length 10": 1}
+    with pytest.raises(ValueError, match="no row of the answers can be trained on"):
+        usable_rows(rows[1:2], 10)
+    rows = [row_of(3, 4, seed) for seed in range(8)] + [row_of(3, 4, 9) | {"id": "row-1", "turn": 1}]
+    training, held_out = split_held_out(rows, 3, 0)
+    assert len({row["id"] for row in held_out}) == 3
+    assert not {row["id"] for row in training} & {row["id"] for row in held_out}
+    with pytest.raises(ValueError, match="leave nothing to train on"):
+        split_held_out(rows, 8, 0)
+
+
+def test_packing_fills_rows_and_loses_nothing():
+    rows = [row_of(2 + seed % 5, 3 + seed % 7, seed) for seed in range(40)]
+    packs = pack(rows, 24, 0)
+    assert sorted(row["id"] for documents in packs for row in documents) == sorted(row["id"] for row in rows)
+    lengths = [sum(len(row["prompt_ids"] + row["answer_ids"]) for row in documents) for documents in packs]
+    assert max(lengths) <= 24 and sum(lengths) / (24 * len(packs)) > 0.85
+    with pytest.raises(ValueError, match="longer than --pack-length 6"):
+        pack(rows, 6, 0)
+
+
+def test_batches_place_every_token():
+    first, second, third = row_of(3, 4, 1), row_of(2, 6, 2), row_of(5, 5, 3)
+    batch = batch_of([first, second], [third])
+    assert batch["document_ids"].tolist() == [[0] * 7 + [1] * 8, [0] * 10 + [PADDING] * 5]
+    assert batch["answer_mask"][0].nonzero()[:, 0].tolist() == [3, 4, 5, 6, 9, 10, 11, 12, 13, 14]
+    ids = batch["document_input_ids"][batch["document_mask"].bool()]
+    assert placed(ids[:, None], batch)[..., 0].equal(batch["input_ids"])
+    assert batch_of([first], width=32)["input_ids"].shape == (1, 32)
+
+
+def test_cached_features_are_those_of_the_step_and_refused_for_another_target(tmp_path):
+    target, layers = tiny_target("qwen3"), [0, 1, 2]
+    rows = [row_of(3, 4 + seed, seed) for seed in range(5)]
+    documents = {f"{row['id']}#0": row["prompt_ids"] + row["answer_ids"] for row in rows}
+
+    def compute(ids, mask):
+        return tapped_features(target, ids, mask, layers)
+
+    cache = FeatureCache(tmp_path, identify(target), layers)
+    cache.fill(dict(list(documents.items())[:2]), compute)
+    cache = FeatureCache(tmp_path, identify(target), layers)  # as after an interruption
+    cache.fill(documents, compute)
+    cache.verify()
+    online, offline = batch_of([rows[0], rows[4]]), batch_of([rows[0], rows[4]], cache=cache)
+    features = compute(online["document_input_ids"], online["document_mask"])[online["document_mask"].bool()]
+    torch.testing.assert_close(offline["features"], features)
+
+    with pytest.raises(ValueError, match="not of this target"):
+        FeatureCache(tmp_path, identify(tiny_target("qwen3", seed=1)), layers)
+    with pytest.raises(ValueError, match="not of this target"):
+        FeatureCache(tmp_path, identify(target.to(torch.bfloat16)), layers)
+    with pytest.raises(ValueError, match=r"of the layers \[0, 1, 2\], this drafter needs \[0, 1\]"):
+        FeatureCache(tmp_path, identify(tiny_target("qwen3")), [0, 1])
+    shard = next(tmp_path.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    with pytest.raises(ValueError, match="not what was written"):
+        cache.verify()
+    shard.unlink()
+    with pytest.raises(ValueError, match="lacks features-"):
+        FeatureCache(tmp_path, identify(tiny_target("qwen3")), layers)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Runs
+
+
+def answers_of(target, count: int, prompt: int = 6, answer: int = 24) -> list[dict]:
+    """Rows that the target wrote greedily itself."""
+    rows = []
+    for seed in range(count):
+        ids = prompt_of(prompt, 100 + seed)
+        text = target.generate(ids, max_new_tokens=answer, do_sample=False)[0].tolist()
+        rows.append({"id": f"prompt-{seed}", "turn": 0, "prompt_ids": text[:prompt], "answer_ids": text[prompt:]})
+    return rows
+
+
+def trainer_of(tmp_path, target, drafter, rows, held_out, loss="ce", cache=None, pack_length=None, **arguments):
+    fields = {
+        "output_dir": str(tmp_path), "max_steps": 20, "per_device_train_batch_size": 4, "learning_rate": 3e-3,
+        "lr_scheduler_type": "cosine", "remove_unused_columns": False, "label_names": [], "report_to": "none", "use_cpu": True,
+        "logging_steps": 1, "eval_strategy": "no", "save_strategy": "steps", "save_steps": 10, "disable_tqdm": True,
+    }  # fmt: skip
+    return DFlashTrainer(
+        drafter, target, TrainingArguments(**fields | arguments), PackedRows(rows, pack_length, 0), Collator(cache),
+        BlockLoss(loss, 4.0), 8, held_out, 2, 24,
+    )  # fmt: skip
+
+
+def losses_of(trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target("llama")
+
+
+@pytest.fixture(scope="module")
+def answers(target):
+    return answers_of(target, 10)
+
+
+def test_overfitting_eight_rows_reaches_more_than_nine_tenths_of_the_block(tmp_path, target, answers):
+    drafter = tiny_drafter(initializer_range=0.05)
+    before = evaluation.generate(target, drafter, [row["prompt_ids"] for row in answers[:8]], 24)
+    assert before.tau < 1.5
+    trainer = trainer_of(
+        tmp_path, target, drafter, answers[:8], answers[8:], max_steps=260, per_device_train_batch_size=8,
+        save_strategy="no", logging_steps=50,
+    )  # fmt: skip
+    trainer.num_anchors = 24
+    trainer.train()
+    after = evaluation.generate(target, drafter.eval(), [row["prompt_ids"] for row in answers[:8]], 24)
+    assert after.num_accepted > 0.9 * after.num_drafted, after.tau
+    replayed, forced = evaluation.replay(target, drafter, answers[:8])
+    assert replayed == after or replayed.acceptance_lengths == after.acceptance_lengths
+    assert sum(forced) / len(forced) >= 1
+
+
+@pytest.mark.parametrize("end", [False, True])
+def test_replayed_rounds_are_those_of_real_generation(target, answers, end):
+    """For a drafter that is right now and then, at a limit on length and at an end token."""
+    drafter = half_trained(target, answers)
+    ended = answers[0]["answer_ids"][11]
+    rows, eos = answers[:4], None
+    if end:
+        eos = ended
+        rows = [cut_at(row, ended) for row in rows]
+    prompts = [row["prompt_ids"] for row in rows]
+    target.generation_config.eos_token_id, before = eos, target.generation_config.eos_token_id
+    try:
+        real = evaluation.generate(target, drafter, prompts, 24)
+        replayed, forced = evaluation.replay(target, drafter, rows, blocks_at_once=5)
+    finally:
+        target.generation_config.eos_token_id = before
+    assert real.num_accepted > 5
+    assert replayed.acceptance_lengths == real.acceptance_lengths
+    assert replayed.accepted == real.accepted and replayed.drafted == real.drafted
+    assert len(forced) == sum(len(row["answer_ids"]) - 1 for row in rows)
+
+
+def cut_at(row: dict, token: int) -> dict:
+    ids = row["answer_ids"]
+    return row | {"answer_ids": ids[: ids.index(token) + 1] if token in ids else ids}
+
+
+_half_trained = {}
+
+
+def half_trained(target, answers) -> DFlashDraftModel:
+    """Trained a little on the same answers, so that it is right now and then; made once."""
+    if "drafter" not in _half_trained:
+        import tempfile
+
+        drafter = tiny_drafter(initializer_range=0.05)
+        with tempfile.TemporaryDirectory() as folder:
+            trainer_of(folder, target, drafter, answers[:8], answers[8:], max_steps=60, save_strategy="no").train()
+        _half_trained["drafter"] = drafter.eval()
+    return _half_trained["drafter"]
+
+
+def test_resumed_training_equals_uninterrupted(tmp_path, target, answers):
+    """Pitfall 82: 20 steps are 10 and, resumed in a new process's stead, 10 more: same losses, same weights."""
+    whole = trainer_of(
+        tmp_path / "whole", target, tiny_drafter(), answers[:8], answers[8:], gradient_accumulation_steps=2
+    )
+    whole.train()
+    first = trainer_of(
+        tmp_path / "part", target, tiny_drafter(), answers[:8], answers[8:], gradient_accumulation_steps=2
+    )
+    first.add_callback(StopAt(10))
+    first.train()
+    second = trainer_of(
+        tmp_path / "part", target, tiny_drafter(seed=9), answers[:8], answers[8:], gradient_accumulation_steps=2
+    )
+    second.train(resume_from_checkpoint=str(tmp_path / "part" / "checkpoint-10"))
+    assert len(losses_of(whole)) == 20 and losses_of(second) == losses_of(whole)
+    assert len(set(losses_of(whole))) == 20
+    for (name, one), (_, other) in zip(whole.model.named_parameters(), second.model.named_parameters()):
+        assert one.equal(other), name
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+def test_gradient_checkpointing_changes_no_gradient_and_recomputes(tmp_path, target, answers):
+    """Pitfall 84."""
+    gradients, forwards = [], []
+    for on in (False, True):
+        drafter = tiny_drafter()
+        if on:
+            drafter.gradient_checkpointing_enable({"use_reentrant": False})
+        calls = []
+        # Before the call: a recomputation ends as soon as it has what the gradient needs.
+        drafter.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        trainer = trainer_of(tmp_path, target, drafter.train(), answers[:4], answers[8:])
+        trainer.compute_loss(drafter, batch_of(*[[row] for row in answers[:4]])).backward()
+        gradients.append({name: p.grad for name, p in drafter.named_parameters()})
+        forwards.append(len(calls))
+    assert forwards == [1, 2]
+    for name, gradient in gradients[0].items():
+        assert gradient is not None and gradient.abs().sum() > 0, name
+        torch.testing.assert_close(gradient, gradients[1][name])
+
+
+@pytest.mark.parametrize("loss", ["ce", "kl"])
+def test_offline_features_train_like_online_ones(tmp_path, target, answers, loss):
+    layers = [0, 1, 2] + [3] * (loss == "kl")
+    cache = FeatureCache(tmp_path / "features", identify(target), layers)
+    documents = {f"{row['id']}#0": row["prompt_ids"] + row["answer_ids"] for row in answers}
+    cache.fill(documents, lambda ids, mask: tapped_features(target, ids, mask, layers))
+    losses = []
+    for which in (None, cache):
+        trainer = trainer_of(
+            tmp_path / "run", target, tiny_drafter(), answers[:8], answers[8:], loss, which, max_steps=4,
+            save_strategy="no",
+        )  # fmt: skip
+        trainer.train()
+        losses.append(losses_of(trainer))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4) and len(losses[0]) == 4
+
+
+@pytest.mark.parametrize("loss", ["ce", "dpace", "kl", "tv"])
+def test_every_loss_learns_packed_rows(tmp_path, target, answers, loss):
+    trainer = trainer_of(
+        tmp_path, target, tiny_drafter(initializer_range=0.05), answers[:8], answers[8:], loss, pack_length=64,
+        max_steps=40, save_strategy="no",
+    )  # fmt: skip
+    assert len(trainer.train_dataset) == 4
+    trainer.train()
+    losses = losses_of(trainer)
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5]), losses
+    assert trainer.state.log_history[-2]["teacher_forced_tau"] > 1
+
+
+def test_only_the_drafter_learns(tmp_path, target, answers):
+    before = {name: p.clone() for name, p in target.named_parameters()}
+    drafter = tiny_drafter()
+    weights = {name: p.clone() for name, p in drafter.named_parameters()}
+    trainer = trainer_of(tmp_path, target, drafter, answers[:8], answers[8:], max_steps=2, save_strategy="no")
+    trainer.train()
+    assert all(before[name].equal(p) and p.grad is None for name, p in target.named_parameters())
+    assert all(not weights[name].equal(p) for name, p in drafter.named_parameters())
+
+
+def test_evaluation_during_training_is_real_generation(tmp_path, target, answers):
+    drafter = half_trained(target, answers)
+    trainer = trainer_of(tmp_path, target, drafter, answers[:8], answers[8:], save_strategy="no")
+    figures = trainer.evaluate()
+    assert drafter.training
+    real = evaluation.generate(target, drafter.eval(), [row["prompt_ids"] for row in answers[8:]], 24)
+    assert figures["eval_acceptance_length"] == pytest.approx(real.tau, abs=1e-4)
+    assert figures["eval_acceptance_slot_1"] == pytest.approx(real.slot_acceptance[0], abs=1e-4)
+    assert figures["eval_replayed_acceptance_length"] == figures["eval_acceptance_length"]
+
+
+def test_short_training_fine_tuned_on_long_texts_accepts_at_long_prompts(tmp_path, target, answers):
+    """YaRN and sliding layers on a drafter that was trained on texts of 30 tokens; measured at 150, before and after."""
+    drafter = half_trained(target, answers)
+    drafter.config.max_position_embeddings = 32
+    drafter.save_pretrained(tmp_path / "short")
+    rows = answers_of(target, 6, prompt=150, answer=20)
+    prompts = [row["prompt_ids"] for row in rows]
+    changes = long_context(drafter.config, window=40, yarn=8.0)
+    longer = DFlashDraftModel.from_pretrained(tmp_path / "short", dtype=torch.float32, **changes)
+    assert longer.config.rope_parameters["rope_type"] == "yarn" and longer.config.max_position_embeddings == 256
+    assert longer.config.layer_types == [SLIDING, FULL] and longer.config.block_causal == [False, False]
+    before = evaluation.generate(target, longer.eval(), prompts, 20).tau
+    trainer = trainer_of(
+        tmp_path, target, longer, rows, answers[8:], max_steps=80, save_strategy="no", logging_steps=80
+    )
+    trainer.train()
+    longer.eval()
+    longer.save_pretrained(tmp_path / "long")
+    served = DFlashDraftModel.from_pretrained(tmp_path / "long", dtype=torch.float32)
+    after = evaluation.generate(target, served, prompts, 20).tau
+    assert before < 1.6 and after > before + 0.7, (before, after)
+    with pytest.raises(ValueError, match="--yarn needs a drafter with default RoPE"):
+        long_context(served.config, None, 2.0)

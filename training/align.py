@@ -1,0 +1,72 @@
+"""`dflash-hub align`: the target changed (fine-tuned, quantised, a LoRA merged), the drafter follows.
+
+One folder, one command, safe to interrupt: the new target answers prompts (`answers/`), the drafter is fine-tuned on
+them with some of its old data (`run/`), and the better of old and new drafter ends in `drafter/`, with a report.
+"""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+from ..convert.folders import new_folder
+from ..hub_dflash import write_text
+from .options import TrainOptions
+from .train import train
+
+
+def align(options: TrainOptions, output: Path, command: str) -> str:
+    """Fine-tune `options.drafter` for `options.target`, and keep it only if it accepts more on held-out prompts.
+
+    Args:
+        options: with `drafter` and `answers` of the new target; `rehearsal` may name old answers.
+
+    Returns:
+        The report, as Markdown.
+    """
+    run = output / "run"
+    options = dataclasses.replace(options, output=str(run), arguments={"eval_on_start": True} | options.arguments)
+    after = train(options, command, resume=(run / "run.yaml").exists())
+    before = first_evaluation(run / "log.jsonl")
+    metric = "replayed_acceptance_length" if "replayed_acceptance_length" in after else "acceptance_length"
+    better = after[metric] > before[metric]
+    source = run / "drafter" if better else Path(options.drafter)
+    with new_folder(output / "drafter", force=(output / "drafter").exists()) as folder:
+        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*"))
+    report = write_report(before, after, better, options, command)
+    write_text(output / "report.md", report)
+    write_text(
+        output / "report.json",
+        json.dumps({"before": before, "after": after, "kept": "new" if better else "old"}, indent=1),
+    )
+    return report
+
+
+def first_evaluation(log: Path) -> dict:
+    """The evaluation before the first step."""
+    for line in log.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        if entry["step"] == 0 and "eval_acceptance_length" in entry:
+            return {name.removeprefix("eval_"): value for name, value in entry.items() if name.startswith("eval_")}
+    raise ValueError(f"{log} holds no evaluation before the first step; delete the run and start again.")
+
+
+def write_report(before: dict, after: dict, better: bool, options: TrainOptions, command: str) -> str:
+    names = {
+        "acceptance_length": "tau, real generation",
+        "replayed_acceptance_length": "tau, replayed over all held-out answers",
+        "first_slot_right": "first slot right, all anchors",
+    }
+    names |= {
+        name: f"slots 1 to {name.rsplit('_', 1)[1]} accepted" for name in before if name.startswith("acceptance_slot_")
+    }
+    lines = ["| on held-out prompts | before | after |", "|---|---|---|"]
+    lines += [
+        f"| {text} | {before[n]:.3f} | {after[n]:.3f} |" for n, text in names.items() if n in before and n in after
+    ]
+    kept = (
+        "The new drafter is in `drafter/`."
+        if better
+        else "The new drafter is not better: the old one is in `drafter/`."
+    )
+    return "\n".join([f"# {options.drafter} for {options.target}", "", *lines, "", kept, "", f"`{command}`", ""])

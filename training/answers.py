@@ -1,0 +1,242 @@
+"""`dflash-hub regenerate`: the target answers prompts in its own words, which are what a drafter has to learn.
+
+A folder of answers holds `settings.json` (which target, template, thinking mode and sampling), `answers.jsonl` and, where
+there are some, `failures.jsonl`. A row of `answers.jsonl` is one answer:
+
+    {"id": "gsm8k-17", "turn": 0, "prompt_ids": [...], "answer_ids": [...]}
+
+with the exact token ids, so the boundary between prompt and answer is exact. `prompt_ids` of a later turn hold the whole
+conversation so far, the target's own answers in it. An answer that does not end with an end token was cut at the limit.
+"""
+
+import json
+import random
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..benchmark.server import Server
+from ..hub_dflash import write_text
+from .identity import template_fingerprint
+
+
+class LocalTarget:
+    """Answers by the target in this process, in left-padded batches.
+
+    Args:
+        sampling: arguments of `generate`, such as `{"do_sample": False}`.
+    """
+
+    def __init__(self, target, tokenizer, max_new_tokens: int, sampling: dict, batch_size: int):
+        self.target = target
+        self.batch_size = batch_size
+        self.settings = {"max_new_tokens": max_new_tokens, **sampling}
+        ends = target.generation_config.eos_token_id
+        self.ends = set(ends if isinstance(ends, list) else [ends]) - {None}
+        self.pad_id = next(i for i in (tokenizer.pad_token_id, *sorted(self.ends), 0) if i is not None)
+
+    @torch.no_grad()
+    def answer(self, prompts: list[list[int]], seed: int) -> list[list[int] | Exception]:
+        """Answer ids of each prompt, the end token included where the target wrote one."""
+        width = max(len(ids) for ids in prompts)
+        input_ids = torch.tensor([[self.pad_id] * (width - len(ids)) + ids for ids in prompts])
+        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
+        device = self.target.device
+        torch.manual_seed(seed)
+        output = self.target.generate(
+            input_ids=input_ids.to(device), attention_mask=mask.to(device), pad_token_id=self.pad_id, **self.settings
+        )
+        return [self._cut(row) for row in output[:, width:].tolist()]
+
+    def _cut(self, ids: list[int]) -> list[int]:
+        end = next((i for i, token in enumerate(ids) if token in self.ends), len(ids) - 1)
+        return ids[: end + 1]
+
+
+class RemoteTarget:
+    """Answers by any OpenAI-compatible server, from token ids and, where the server gives them, to token ids.
+
+    `retokenized` counts the answers that came as text only: their ids are the tokenizer's reading of that text.
+    """
+
+    def __init__(self, server: Server, tokenizer, max_new_tokens: int, sampling: dict, batch_size: int):
+        self.server, self.tokenizer, self.batch_size = server, tokenizer, batch_size
+        self.settings = {"max_tokens": max_new_tokens, "temperature": sampling.get("temperature", 0.0)}
+        self.settings |= {name: sampling[name] for name in ("top_p", "top_k") if name in sampling}
+        self.retokenized = 0
+
+    def answer(self, prompts: list[list[int]], seed: int) -> list[list[int] | Exception]:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(lambda ids: self._one(ids, seed), prompts))
+
+    def _one(self, prompt_ids: list[int], seed: int) -> list[int] | Exception:
+        body = {
+            "model": self.server.model, "prompt": prompt_ids, "seed": seed, "return_token_ids": True, **self.settings
+        }  # fmt: skip
+        try:
+            choice = self.server.request("/v1/completions", body)["choices"][0]
+        except (ValueError, KeyError, IndexError) as error:
+            return error
+        if choice.get("token_ids"):
+            return choice["token_ids"]
+        self.retokenized += 1
+        ids = self.tokenizer(choice["text"], add_special_tokens=False).input_ids
+        ended = choice.get("finish_reason") == "stop" and ids[-1:] != [self.tokenizer.eos_token_id]
+        return ids + [self.tokenizer.eos_token_id] * ended
+
+
+def regenerate(
+    output: Path,
+    source: LocalTarget | RemoteTarget,
+    tokenizer,
+    prompts: list[dict],
+    settings: dict,
+    thinking: bool | None = None,
+    max_prompt_tokens: int = 2048,
+    seed: int = 0,
+) -> dict:
+    """Answer what `output` does not hold yet, turn by turn; safe to interrupt at any time.
+
+    Args:
+        prompts: rows {"id", "messages"} with the user's turns.
+        settings: what defines the answers; a folder made with others is refused.
+
+    Returns:
+        Counts: answers, answer tokens, failures.
+    """
+    repeated = [row_id for row_id, count in Counter(row["id"] for row in prompts).items() if count > 1]
+    if repeated:
+        raise ValueError(f"several prompts have the id {repeated[0]!r}, so their answers could not be told apart.")
+    _open_folder(output, settings)
+    answers = {(row["id"], row["turn"]): row["answer_ids"] for row in read_answers(output / "answers.jsonl")}
+    failures = []
+    rows = list(prompts)
+    random.Random(seed).shuffle(rows)  # so that an interrupted run holds a fair sample
+
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "[{task.fields[speed]:.0f} tokens/s]",
+               TimeRemainingColumn())  # fmt: skip
+    with (
+        (output / "answers.jsonl").open("a", encoding="utf-8") as file,
+        Progress(*[TextColumn(c) if isinstance(c, str) else c for c in columns]) as bar,
+    ):
+        for turn in range(max(len(row["messages"]) for row in rows)):
+            due = []
+            for row in rows:
+                key, earlier = (row["id"], turn), [(row["id"], t) for t in range(turn)]
+                if turn >= len(row["messages"]) or key in answers or not all(k in answers for k in earlier):
+                    continue
+                try:
+                    prompt_ids = encode(tokenizer, row["messages"], [answers[k] for k in earlier], thinking)
+                except Exception as error:  # templates raise what they like; the row is listed and the others go on
+                    failures.append({"id": row["id"], "turn": turn, "reason": f"{type(error).__name__}: {error}"})
+                    continue
+                if len(prompt_ids) > max_prompt_tokens:
+                    failures.append(
+                        {"id": row["id"], "turn": turn, "reason": f"{len(prompt_ids)} prompt tokens, over the limit of "
+                         f"{max_prompt_tokens}"}
+                    )  # fmt: skip
+                    continue
+                due.append((row["id"], prompt_ids))
+            task = bar.add_task(f"turn {turn + 1}", total=len(due), speed=0.0)
+            tokens = 0
+            for batch in batches_by_length(due, source.batch_size):
+                results = source.answer([ids for _, ids in batch], seed + len(answers))
+                for (row_id, prompt_ids), ids in zip(batch, results):
+                    if isinstance(ids, Exception) or not ids:
+                        failures.append({"id": row_id, "turn": turn, "reason": f"no answer: {ids}"})
+                        continue
+                    answers[row_id, turn] = ids
+                    tokens += len(ids)
+                    row = {"id": row_id, "turn": turn, "prompt_ids": prompt_ids, "answer_ids": ids}
+                    file.write(json.dumps(row, separators=(",", ":")) + "\n")
+                file.flush()
+                bar.advance(task, len(batch))
+                bar.update(task, speed=tokens / max(bar.tasks[task].elapsed or 0, 1e-9))
+    if failures or (output / "failures.jsonl").exists():
+        write_text(output / "failures.jsonl", "".join(json.dumps(failure) + "\n" for failure in failures))
+    return {
+        "answers": len(answers), "answer_tokens": sum(len(ids) for ids in answers.values()), "failures": len(failures)
+    }  # fmt: skip
+
+
+def encode(tokenizer, messages: list[dict], answers: list[list[int]], thinking: bool | None) -> list[int]:
+    """Token ids of the conversation up to user turn `len(answers)`, with the target's own answers before it."""
+    history = []
+    for message, ids in zip(messages, answers):
+        history += [message, {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}]
+    mode = {} if thinking is None else {"enable_thinking": thinking}
+    encoded = tokenizer.apply_chat_template(
+        [*history, messages[len(answers)]], add_generation_prompt=True, return_dict=True, **mode
+    )
+    return list(encoded["input_ids"])
+
+
+def batches_by_length(rows: list[tuple], batch_size: int):
+    """Batches of rows with prompts of similar length, so that little is padding; the order stays random at large."""
+    window = 8 * batch_size
+    for start in range(0, len(rows), window):
+        part = sorted(rows[start : start + window], key=lambda row: len(row[1]))
+        for first in range(0, len(part), batch_size):
+            yield part[first : first + batch_size]
+
+
+def read_answers(path: Path, prompts: dict[str, list[dict]] | None = None, tokenizer=None, thinking=None) -> list[dict]:
+    """Rows of a file of answers, complete ones only: a line that an interruption cut is made again.
+
+    Args:
+        prompts: messages by id, for files that name prompts without repeating them; with the target's tokenizer.
+
+    Raises:
+        ValueError: a row of another form, or a prompt that is nowhere; names the line.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if number == len(lines) and not line.endswith("\n"):
+            write_text(path, "".join(lines[:-1]))
+            break
+        row = json.loads(line)
+        if not row.get("answer_ids"):
+            raise ValueError(f"{path}, line {number}: expected a row with `id` and `answer_ids`, got {line[:80]!r}.")
+        row.setdefault("turn", 0)
+        if "prompt_ids" not in row:
+            if prompts is None or row["id"] not in prompts or row["turn"]:
+                raise ValueError(
+                    f"{path}, line {number}: row {row['id']!r} has no `prompt_ids`, and its prompt is not among --prompts; "
+                    "pass the file that it came from."
+                )
+            row["prompt_ids"] = encode(tokenizer, prompts[row["id"]], [], thinking)
+        rows.append(row)
+    return rows
+
+
+def answer_settings(target: str, identity: dict | None, tokenizer, thinking: bool | None, generation: dict) -> dict:
+    """What defines a folder of answers."""
+    return {
+        "target": target,
+        "identity": identity,
+        "template": template_fingerprint(tokenizer),
+        "thinking": thinking,
+        "generation": generation,
+    }
+
+
+def _open_folder(output: Path, settings: dict):
+    path = output / "settings.json"
+    settings = json.loads(json.dumps(settings))
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        changed = [name for name in settings if before.get(name) != settings[name]]
+        if changed:
+            raise ValueError(
+                f"{output} holds answers made with other {', '.join(changed)}: found {[before.get(n) for n in changed]}, now "
+                f"{[settings[n] for n in changed]}. Resume with the same, or pass another --output."
+            )
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(settings, indent=1) + "\n")

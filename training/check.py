@@ -1,0 +1,257 @@
+"""`dflash-hub check`: is this drafter right for this target, and if it accepts little, why?
+
+Faults of a drafter are silent: a tap that is off by one, another RoPE base, mask token or chat template load without a
+word and cost only speed. Each check here can find one of them; all run in seconds on a CPU.
+"""
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..generation_dflash import DFlashCandidateGenerator
+from ..target_dflash import check_pair, raw_embeddings, tap_request, tapped
+from .answers import encode
+from .blocks import block_ids, block_positions, layer_masks
+from .data import Collator, placed, rows_of
+from .evaluation import generate, right_drafts
+from .features import tapped_features
+from .identity import identify, same_target, template_fingerprint
+
+FLOOR = 1.3  # mean acceptance length below which drafting hardly pays on any device
+FALLEN = 0.75  # of the recorded acceptance
+
+
+@dataclass
+class Finding:
+    """One check: `ok` is None where there is nothing to compare with."""
+
+    name: str
+    ok: bool | None
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{ {True: 'ok  ', False: 'FAIL', None: '--  '}[self.ok] } {self.name}: {self.detail}"
+
+
+@torch.no_grad()
+def check(
+    drafter, target, tokenizer, prompts: list[list[dict]], thinking: bool | None, record: dict | None,
+    max_new_tokens: int = 48,
+) -> list[Finding]:  # fmt: skip
+    """All findings, the verdict on acceptance last.
+
+    Args:
+        prompts: conversations of user turns; of each the first turn is answered.
+        record: of the drafter's training (`training_record.json`), where it has one.
+    """
+    try:
+        check_pair(drafter, target)
+    except ValueError as error:
+        return [Finding("pair", False, str(error))]
+    config = drafter.config
+    findings = [
+        Finding(
+            "pair",
+            True,
+            f"hidden size {config.hidden_size}, {config.num_target_layers} layers, block {config.block_size}",
+        )
+    ]
+    prompt_ids = [encode(tokenizer, messages, [], thinking) for messages in prompts]
+    findings += [taps_are_layer_outputs(drafter, target, prompt_ids[0])]
+    rows = answered(target, prompt_ids, max_new_tokens)
+    findings += layouts_agree(drafter, target, rows[0])
+    findings += settings_fit(drafter, target, tokenizer, thinking, record)
+    return [*findings, *acceptance(drafter, target, rows, prompt_ids, max_new_tokens, findings, record)]
+
+
+def answered(target, prompt_ids: list[list[int]], max_new_tokens: int) -> list[dict]:
+    """The target's own greedy answers, as rows."""
+    rows = []
+    for number, ids in enumerate(prompt_ids):
+        text = target.generate(input_ids=torch.tensor([ids], device=target.device), do_sample=False, max_new_tokens=max_new_tokens,
+                               attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=target.device))  # fmt: skip
+        rows.append({"id": str(number), "turn": 0, "prompt_ids": ids, "answer_ids": text[0, len(ids) :].tolist()})
+    return rows
+
+
+def decoder_layers(target) -> nn.ModuleList | None:
+    """The target's stack of decoder layers, found by its length."""
+    count = target.config.get_text_config(decoder=True).num_hidden_layers
+    stacks = [module for module in target.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    return stacks[0] if len(stacks) == 1 else None
+
+
+def taps_are_layer_outputs(drafter, target, ids: list[int]) -> Finding:
+    """The features that generation takes are what the tapped layers put out, seen by hooks."""
+    layers, taps, seen = decoder_layers(target), drafter.config.target_layer_ids, {}
+    if layers is None:
+        return Finding(
+            "taps", None, f"the decoder layers of {type(target).__name__} were not found, so nothing was compared"
+        )
+
+    def hook(index):
+        return layers[index].register_forward_hook(
+            lambda module, inputs, output: seen.update({index: output[0] if isinstance(output, tuple) else output})
+        )
+
+    hooks = [hook(index) for index in taps]
+    try:
+        input_ids = torch.tensor([ids], device=target.device)
+        outputs = target(input_ids, output_hidden_states=tap_request(taps), use_cache=False)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    states = tapped(outputs.hidden_states, target, taps)
+    wrong = [tap for tap, state in zip(taps, states) if not state.equal(seen[tap].view_as(state))]
+    if wrong:
+        return Finding("taps", False, f"features of the layers {wrong} are not what these layers put out")
+    return Finding("taps", True, f"features of {taps} are the outputs of these layers")
+
+
+def layouts_agree(drafter, target, row: dict) -> list[Finding]:
+    """Training's layout (many blocks beside the whole text) and generation's give the same logits, and no block sees ahead."""
+    config, head = drafter.config, target.get_output_embeddings()
+    batch = {name: t.to(target.device) for name, t in Collator()([{"documents": [row]}]).items()}
+    rows, length = rows_of(batch), batch["input_ids"].shape[1]
+    anchor = len(row["prompt_ids"]) + (len(row["answer_ids"]) - 1) // 2
+    anchors = torch.tensor([[len(row["prompt_ids"]), anchor]], device=target.device).unique(dim=1)
+    valid = torch.ones_like(anchors, dtype=torch.bool)
+    mask = batch["document_mask"]
+    context = placed(
+        tapped_features(target, batch["document_input_ids"], mask, config.target_layer_ids)[mask.bool()], batch
+    )
+    ids = block_ids(rows, anchors, config.block_size, config.mask_token_id)
+    noise = raw_embeddings(target.get_input_embeddings(), ids).to(drafter.device)
+
+    def blocks(features):
+        hidden = drafter(
+            noise, features.to(drafter.device), attention_mask=layer_masks(config, rows, anchors, valid, "sdpa"),
+            position_ids=block_positions(rows, anchors, config.block_size),
+        ).last_hidden_state  # fmt: skip
+        return hidden.unflatten(1, (-1, config.block_size))[0]  # (blocks, K, H)
+
+    trained = blocks(context)
+    candidates = DFlashCandidateGenerator(drafter, target, config.block_size - 1)
+    taps = list(context[:, :anchor].split(config.hidden_size, dim=-1))
+    generated = candidates.draft_logits(rows.input_ids[:, anchor : anchor + 1], taps, config.block_size - 1)
+    logits = drafter.draft_logits(trained[-1, 1:].to(target.dtype), head)
+    spread = float(generated[generated.isfinite()].std())
+    difference = float((logits - generated).masked_fill(generated == -torch.inf, 0).abs().max())
+    limit = (1e-3 if target.dtype == torch.float32 else 0.2) * max(spread, 1e-6)
+    same = Finding(
+        "layouts", difference <= limit,
+        f"logits of training's and generation's layout differ by {difference:.1e}, of a spread of {spread:.1f}",
+    )  # fmt: skip
+
+    def changed(at: int) -> bool:
+        perturbed = context.clone()
+        perturbed[:, at:] = perturbed[:, at:].roll(1, dims=-1) + 1
+        return not blocks(perturbed)[-1].equal(trained[-1])
+
+    ahead, before = anchor < length and changed(anchor), changed(anchor - 1)
+    detail = {
+        (False, True): "a block depends on the features before its anchor, and on none from it on",
+        (True, True): "a block depends on features at or after its anchor, which do not exist when it is drafted",
+        (True, False): "a block depends on features after its anchor and not on those before it",
+        (False, False): "a block does not depend on the features just before its anchor",
+    }[ahead, before]
+    return [same, Finding("leak", (ahead, before) == (False, True), detail)]
+
+
+def settings_fit(drafter, target, tokenizer, thinking: bool | None, record: dict | None) -> list[Finding]:
+    """Template, thinking mode and target are those that the drafter was trained with."""
+    config, data = drafter.config, (record or {}).get("data", {})
+    findings = []
+    if "enable_thinking" not in (tokenizer.chat_template or ""):
+        findings.append(Finding("thinking", None, "the template has no thinking mode"))
+    elif config.target_thinking is None:
+        findings.append(Finding("thinking", None, f"not recorded in the drafter; {thinking} here"))
+    else:
+        detail = f"made for {config.target_thinking}, {thinking} here"
+        findings.append(Finding("thinking", config.target_thinking == thinking, detail))
+    if data.get("template"):
+        here = template_fingerprint(tokenizer)
+        detail = f"made with {data['template']}, {here} here"
+        findings.append(Finding("chat template and vocabulary", data["template"] == here, detail))
+    else:
+        findings.append(Finding("chat template and vocabulary", None, "not recorded in the drafter"))
+    if isinstance(data.get("target"), dict):
+        made, here = data["target"], identify(target)
+        # The dtype may differ: weights that were rounded are the same model, and draft nearly as well.
+        same = same_target(made, here | {"dtype": made["dtype"]}) or made["dtype"] != here["dtype"]
+        detail = f"made with weights {made['weights']} in {made['dtype']}, {here['weights']} in {here['dtype']} here"
+        findings.append(Finding("target's weights", same, detail))
+    else:
+        findings.append(Finding("target's weights", None, "not recorded in the drafter"))
+    text = target.config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if isinstance(rope.get("rope_theta"), (int, float)):
+        same = rope["rope_theta"] == config.rope_parameters["rope_theta"]
+        detail = f"RoPE base {config.rope_parameters['rope_theta']:g}, the target's {rope['rope_theta']:g}"
+        findings.append(
+            Finding("RoPE", True if same else None, detail + ("" if same else " (drafters may have their own)"))
+        )
+    ends = target.generation_config.eos_token_id
+    taken = {*(ends if isinstance(ends, list) else [ends]), tokenizer.pad_token_id, tokenizer.bos_token_id}
+    detail = f"{config.mask_token_id} ({tokenizer.convert_ids_to_tokens(config.mask_token_id)!r})"
+    findings.append(Finding("mask token", config.mask_token_id not in taken, detail))
+    return findings
+
+
+def acceptance(drafter, target, rows, prompt_ids, max_new_tokens, findings, record) -> list[Finding]:
+    """Acceptance in real generation, with a verdict, and the likely cause when it is low."""
+    speculation = generate(target, drafter, prompt_ids, max_new_tokens)
+    recorded = (record or {}).get("result", {}).get("evaluation", {}).get("acceptance_length")
+    slots = " ".join(f"{share:.2f}" for share in speculation.slot_acceptance)
+    detail = f"tau {speculation.tau:.2f} over {len(prompt_ids)} prompts; slots {slots}"
+    if recorded:
+        detail += f"; {recorded:.2f} when it was trained"
+    low = speculation.tau < FLOOR or (recorded is not None and speculation.tau < FALLEN * recorded)
+    result = [Finding("acceptance", not low, detail)]
+    if low:
+        result.append(Finding("likely cause", False, likely_cause(drafter, target, rows, findings)))
+    return result
+
+
+def likely_cause(drafter, target, rows: list[dict], findings: list[Finding]) -> str:
+    """From the other findings, and by trying the faults that can be tried."""
+    failed = [finding for finding in findings if finding.ok is False]
+    if failed:
+        return "; ".join(f"{finding.name} ({finding.detail})" for finding in failed)
+    taps, last = drafter.config.target_layer_ids, drafter.config.num_target_layers - 1
+    rate = {"as configured": first_right(drafter, target, rows, taps)}
+    for shift in (-1, 1):
+        moved = [tap + shift for tap in taps]
+        if all(0 <= tap < last for tap in moved):
+            rate[f"taps {moved}"] = first_right(drafter, target, rows, moved)
+    rate["reversed order of taps"] = first_right(drafter, target, rows, taps[::-1])
+    best = max(rate, key=rate.get)
+    if rate[best] > rate["as configured"] + 0.1:
+        return (
+            f"wrong taps: with {best} the first slot is right at {rate[best]:.0%} of the places, as configured at "
+            f"{rate['as configured']:.0%}"
+        )
+    return (
+        "nothing that can be tried here explains it. The drafter may be untrained or trained on other texts than these "
+        "prompts, on answers that the target did not write, or for another revision of the target; `dflash-hub align` "
+        "adapts a drafter to a changed target"
+    )
+
+
+def first_right(drafter, target, rows: list[dict], layer_ids: list[int]) -> float:
+    """Share of places in the answers where the first drafted token is right, with features of `layer_ids`."""
+    counts = []
+    for row in rows:
+        if len(row["answer_ids"]) > 1:
+            batch = {name: t.to(target.device) for name, t in Collator()([{"documents": [row]}]).items()}
+            counts += right_drafts(target, drafter, batch, 64, layer_ids)
+    return statistics.mean(count > 0 for count in counts) if counts else 0.0
+
+
+def read_record(drafter: str) -> dict | None:
+    path = Path(drafter) / "training_record.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

@@ -1,0 +1,296 @@
+"""The commands of training: `regenerate`, `train`, `check`, `align`. Heavy imports wait until a command runs."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from .options import TrainOptions
+
+DEFAULT = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
+
+
+def typed_command() -> str:
+    return " ".join(["dflash-hub", *sys.argv[1:]])
+
+
+def from_file(context: typer.Context, path: Path | None) -> Path | None:
+    """Options of a YAML file stand where the command line is silent."""
+    if path is not None:
+        import yaml
+
+        stated = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        names = {parameter.name for parameter in context.command.params}
+        unknown = sorted(set(stated) - names)
+        if not isinstance(stated, dict) or unknown:
+            raise ValueError(
+                f"{path} states {unknown or stated!r}; options are {', '.join(sorted(names - {'config'}))}."
+            )
+        context.default_map = (context.default_map or {}) | stated
+    return path
+
+
+Config = Annotated[
+    Path | None,
+    Option(help="YAML file of options; those on the command line win.", callback=from_file, is_eager=True),
+]
+
+
+def regenerate(
+    prompts: Annotated[list[str], Option(help="JSONL file of prompts, or a data set: NAME or NAME:SPLIT; repeatable.")],
+    output: Annotated[Path, Option(help="Folder of the answers; an interrupted one is continued.")],
+    target: Annotated[str | None, Option(help="Repository or folder. Default: SmolLM2-135M-Instruct.")] = None,
+    server: Annotated[str | None, Option(help="An OpenAI-compatible server that serves the target.")] = None,
+    model: Annotated[str | None, Option(help="The server's model, where it serves several.")] = None,
+    column: Annotated[
+        str | None, Option(help="Column of a data set with the prompt's text. Default: messages.")
+    ] = None,
+    count: Annotated[int | None, Option(min=1, help="So many prompts, chosen with the seed. Default: all.")] = None,
+    max_new_tokens: Annotated[int, Option(min=1, help="Tokens of an answer, at most.")] = 2048,
+    max_prompt_tokens: Annotated[int, Option(min=1, help="Longer prompts are listed as failures.")] = 2048,
+    temperature: Annotated[float, Option(min=0.0, help="0 answers greedily.")] = 0.0,
+    top_p: Annotated[float | None, Option(min=0.0, max=1.0, help="Of sampling.")] = None,
+    top_k: Annotated[int | None, Option(min=1, help="Of sampling.")] = None,
+    thinking: Annotated[bool | None, Option(help="Thinking mode of the target's template, where it has one.")] = None,
+    batch_size: Annotated[int, Option(min=1, help="Prompts at a time.")] = 64,
+    dtype: Annotated[str, Option(help="float32, bfloat16 or float16.")] = "float32",
+    seed: Annotated[int, Option(help="Of the order of prompts and of sampling.")] = 0,
+):
+    """Let the target answer prompts: what a drafter is trained on."""
+    import random
+
+    from transformers import AutoTokenizer
+
+    from ..benchmark.prompts import read_prompts
+    from ..benchmark.server import Server
+    from ..demo.smollm2 import smollm2
+    from . import answers
+    from .identity import identify
+
+    rows = [row for source in prompts for row in read_prompts(prompt_source(source), column)]
+    if count is not None:
+        rows = random.Random(seed).sample(rows, min(count, len(rows)))
+    target = target or smollm2()[0]
+    sampling = {"do_sample": False}
+    if temperature:
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+        sampling = {name: value for name, value in sampling.items() if value is not None}
+    if server:
+        tokenizer = AutoTokenizer.from_pretrained(target)
+        source = answers.RemoteTarget(Server(server, model), tokenizer, max_new_tokens, sampling, batch_size)
+        identity = None
+    else:
+        from .train import load_target
+
+        loaded, tokenizer = load_target(target, dtype)
+        source = answers.LocalTarget(loaded, tokenizer, max_new_tokens, sampling, batch_size)
+        identity = identify(loaded)
+    generation = {"max_new_tokens": max_new_tokens, **sampling}
+    settings = answers.answer_settings(target, identity, tokenizer, thinking, generation)
+    counts = answers.regenerate(output, source, tokenizer, rows, settings, thinking, max_prompt_tokens, seed)
+    if getattr(source, "retokenized", 0):
+        typer.echo(
+            f"{source.retokenized} answers came as text without token ids; their ids are the tokenizer's reading of it."
+        )
+    if counts["failures"]:
+        typer.echo(f"{counts['failures']} prompts have no answer; why is in {output}/failures.jsonl.")
+    typer.echo(
+        f"wrote {output}/answers.jsonl: {counts['answers']} answers, {counts['answer_tokens']} tokens\n"
+        f"next: dflash-hub train --target {target} --answers {output} --output drafter-run"
+    )
+
+
+def train(
+    answers: Annotated[list[str], Option(help="Folder or file of `dflash-hub regenerate`; repeatable.")],
+    output: Annotated[str, Option(help="Folder of the run.")],
+    target: Annotated[str | None, Option(help="Repository or folder. Default: SmolLM2-135M-Instruct.")] = None,
+    config: Config = None,
+    resume: Annotated[bool, Option("--resume", help="Go on from the last checkpoint.")] = False,
+    prompts: Annotated[list[str] | None, Option(help="JSONL of prompts, for answers that do not repeat them.")] = None,
+    rehearsal: Annotated[
+        list[str] | None, Option(help="Further answers, trained on but never held out; repeatable.")
+    ] = None,
+    rehearsal_share: Annotated[float, Option(min=0.0, help="How many of them, as a share.")] = DEFAULT[
+        "rehearsal_share"
+    ],
+    drafter: Annotated[
+        str | None, Option(help="Warm start: a drafter's repository or folder, kept as configured.")
+    ] = None,
+    layers: Annotated[int, Option(min=1, help="Depth of a fresh drafter.")] = DEFAULT["layers"],
+    block_size: Annotated[int, Option(min=2, help="Block of a fresh drafter.")] = DEFAULT["block_size"],
+    taps: Annotated[str | None, Option(help="Tapped layers of a fresh drafter, as 1,9,17.")] = None,
+    mask_token: Annotated[str | None, Option(help="Id or text of the mask token of a fresh drafter.")] = None,
+    from_target_layers: Annotated[bool, Option(help="Start from the target's last layers.")] = False,
+    window: Annotated[int | None, Option(min=2, help="Let all layers but the last slide.")] = None,
+    yarn: Annotated[float | None, Option(min=1.0, help="Stretch the RoPE of --drafter by this factor.")] = None,
+    loss: Annotated[str, Option(help="ce, dpace, kl or tv.")] = DEFAULT["loss"],
+    gamma: Annotated[
+        float | None, Option(min=0.0, help="Decay of slot weights; 0: uniform. Default: the paper's.")
+    ] = None,
+    num_anchors: Annotated[int, Option(min=1, help="Anchors a row and step, at most.")] = DEFAULT["num_anchors"],
+    vocabulary: Annotated[str, Option(help="Of the loss: full, or answers (theirs and some drawn).")] = DEFAULT[
+        "vocabulary"
+    ],
+    negatives: Annotated[int, Option(min=0, help="Tokens drawn a step, for --vocabulary answers.")] = DEFAULT[
+        "negatives"
+    ],
+    max_length: Annotated[int, Option(min=4, help="Tokens of prompt and answer; longer rows are cut.")] = DEFAULT[
+        "max_length"
+    ],
+    pack_length: Annotated[int | None, Option(min=4, help="Pack rows together up to this length.")] = None,
+    features: Annotated[
+        str | None, Option(help="Folder to keep the target's features in. Default: made in the step.")
+    ] = None,
+    held_out: Annotated[int, Option(min=1, help="Prompts kept for evaluation.")] = DEFAULT["held_out"],
+    eval_prompts: Annotated[int, Option(min=0, help="Of these, answered in real generation.")] = DEFAULT[
+        "eval_prompts"
+    ],
+    eval_new_tokens: Annotated[int, Option(min=2, help="Tokens of such an answer.")] = DEFAULT["eval_new_tokens"],
+    evaluations: Annotated[int, Option(min=1, help="Evaluations and checkpoints of the run.")] = DEFAULT["evaluations"],
+    patience: Annotated[int | None, Option(min=1, help="Stop after so many evaluations without a better one.")] = None,
+    epochs: Annotated[float, Option(min=0.0, help="Passes over the answers.")] = DEFAULT["epochs"],
+    max_steps: Annotated[int, Option(help="Steps instead of epochs.")] = DEFAULT["max_steps"],
+    batch_size: Annotated[int, Option(min=1, help="Rows a step and process.")] = DEFAULT["batch_size"],
+    accumulate: Annotated[int, Option(min=1, help="Batches an optimizer step.")] = DEFAULT["accumulate"],
+    learning_rate: Annotated[float, Option(help="Peak of a cosine schedule.")] = DEFAULT["learning_rate"],
+    warmup: Annotated[float, Option(min=0.0, max=1.0, help="Share of steps.")] = DEFAULT["warmup"],
+    attention: Annotated[str | None, Option(help="sdpa, eager or flex_attention. Default: flex on CUDA.")] = None,
+    dtype: Annotated[str, Option(help="Of the target: float32, bfloat16 or float16.")] = DEFAULT["dtype"],
+    bf16: Annotated[bool, Option("--bf16", help="Autocast; the drafter's weights stay float32.")] = False,
+    gradient_checkpointing: Annotated[bool, Option("--gradient-checkpointing", help="Less memory, more time.")] = False,
+    seed: Annotated[int, Option(help="Of everything drawn.")] = DEFAULT["seed"],
+    thinking: Annotated[bool | None, Option(help="Thinking mode that the answers were made in.")] = None,
+    argument: Annotated[
+        list[str] | None, Option(help="NAME=VALUE of transformers' TrainingArguments, as report_to=wandb; repeatable.")
+    ] = None,
+):
+    """Train a drafter for a target on the target's own answers; one process, or under `accelerate launch`."""
+    from ..demo.smollm2 import smollm2
+    from .train import train as run
+
+    values = {name: value for name, value in locals().items() if name in DEFAULT}
+    values["target"] = target or smollm2()[0]
+    values["taps"] = layer_list(taps)
+    values |= {"prompts": [prompt_source(name) for name in prompts or []], "rehearsal": rehearsal or []}
+    values["arguments"] = dict(read_argument(text) for text in argument or [])
+    figures = run(TrainOptions(**values), typed_command(), resume)
+    if figures:
+        typer.echo(json_lines(figures))
+        typer.echo(
+            f"wrote {output}/drafter, {output}/curves.png\n"
+            f"next: dflash-hub bench --target {values['target']} --drafter {output}/drafter --output bench-run"
+        )
+
+
+def layer_list(taps: str | None) -> list[int] | None:
+    try:
+        return [int(tap) for tap in taps.split(",")] if taps else None
+    except ValueError:
+        raise ValueError(f"--taps {taps!r} is no list of layers; write it as 1,9,17.") from None
+
+
+def read_argument(text: str) -> tuple:
+    import yaml
+
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--argument {text!r} is not NAME=VALUE.")
+    return name, yaml.safe_load(value)
+
+
+def json_lines(figures: dict) -> str:
+    return "\n".join(f"{name}: {value}" for name, value in figures.items())
+
+
+def check(
+    drafter: Annotated[str, Option(help="Repository or folder.")],
+    target: Annotated[str | None, Option(help="Repository or folder. Default: SmolLM2-135M-Instruct.")] = None,
+    prompts: Annotated[list[str] | None, Option(help="JSONL file of prompts. Default: a few of ours.")] = None,
+    count: Annotated[int, Option(min=1, help="Prompts, at most.")] = 4,
+    max_new_tokens: Annotated[int, Option(min=4, help="Tokens of an answer.")] = 48,
+    thinking: Annotated[bool | None, Option(help="Thinking mode of the target's template, where it has one.")] = None,
+    dtype: Annotated[str, Option(help="float32, bfloat16 or float16.")] = "float32",
+):
+    """Is this drafter right for this target, and if it accepts little, why? Exit code 1 where something is wrong."""
+    import torch
+
+    from ..benchmark.prompts import read_prompts
+    from ..demo.smollm2 import smollm2
+    from ..modeling_dflash import DFlashDraftModel
+    from .check import check as run
+    from .check import read_record
+    from .train import load_target
+
+    loaded, tokenizer = load_target(target or smollm2()[0], dtype)
+    model = DFlashDraftModel.from_pretrained(
+        drafter, dtype=getattr(torch, dtype), device_map={"": loaded.device}
+    ).eval()
+    rows = [row for source in prompts or [DEMO] for row in read_prompts(prompt_source(source))][:count]
+    messages = [row["messages"] for row in rows]
+    findings = run(model, loaded, tokenizer, messages, thinking, read_record(drafter), max_new_tokens)
+    for finding in findings:
+        typer.echo(str(finding))
+    if any(finding.ok is False for finding in findings):
+        raise typer.Exit(1)
+
+
+def align(
+    drafter: Annotated[str, Option(help="The drafter, made for the target before it changed: repository or folder.")],
+    target: Annotated[str, Option(help="The changed target: repository or folder.")],
+    output: Annotated[Path, Option(help="Folder of the alignment; an interrupted one is continued.")],
+    prompts: Annotated[list[str], Option(help="JSONL file of prompts, or a data set: NAME or NAME:SPLIT; repeatable.")],
+    column: Annotated[
+        str | None, Option(help="Column of a data set with the prompt's text. Default: messages.")
+    ] = None,
+    count: Annotated[int, Option(min=4, help="Prompts that the changed target answers.")] = 256,
+    rehearsal: Annotated[
+        list[str] | None, Option(help="Answers that the drafter was trained on before: file or folder; repeatable.")
+    ] = None,
+    rehearsal_share: Annotated[float, Option(min=0.0, help="How many of them, as a share.")] = DEFAULT[
+        "rehearsal_share"
+    ],
+    max_new_tokens: Annotated[int, Option(min=2, help="Tokens of an answer, at most.")] = 512,
+    batch_size: Annotated[int, Option(min=1, help="Rows a step.")] = DEFAULT["batch_size"],
+    epochs: Annotated[float, Option(min=0.0, help="Passes over the answers, at most.")] = 4.0,
+    max_steps: Annotated[int, Option(help="Steps instead of epochs.")] = DEFAULT["max_steps"],
+    num_anchors: Annotated[int, Option(min=1, help="Anchors a row and step, at most.")] = DEFAULT["num_anchors"],
+    vocabulary: Annotated[str, Option(help="Of the loss: full, or answers.")] = DEFAULT["vocabulary"],
+    learning_rate: Annotated[float, Option(help="Peak of a cosine schedule.")] = 3e-4,
+    held_out: Annotated[int, Option(min=1, help="Prompts kept for evaluation.")] = DEFAULT["held_out"],
+    eval_prompts: Annotated[int, Option(min=1, help="Of these, answered in real generation.")] = DEFAULT[
+        "eval_prompts"
+    ],
+    evaluations: Annotated[int, Option(min=1, help="Evaluations of the run, at most.")] = 8,
+    patience: Annotated[int, Option(min=1, help="Stop after so many evaluations without a better one.")] = 2,
+    dtype: Annotated[str, Option(help="Of the target: float32, bfloat16 or float16.")] = DEFAULT["dtype"],
+    bf16: Annotated[bool, Option("--bf16", help="Autocast; the drafter's weights stay float32.")] = False,
+    seed: Annotated[int, Option(help="Of everything drawn.")] = DEFAULT["seed"],
+    thinking: Annotated[bool | None, Option(help="Thinking mode of the target's template, where it has one.")] = None,
+):
+    """Follow a target that was fine-tuned, quantised or merged: answers, fine-tuning, and the better drafter kept."""
+    from .align import align as run
+
+    answers = output / "answers"
+    regenerate(
+        prompts=prompts, output=answers, target=target, server=None, model=None, column=column, count=count,
+        max_new_tokens=max_new_tokens, max_prompt_tokens=2048, temperature=0.0, top_p=None, top_k=None, thinking=thinking,
+        batch_size=64, dtype=dtype, seed=seed,
+    )  # fmt: skip
+    values = {name: value for name, value in locals().items() if name in DEFAULT}
+    values |= {"answers": [str(answers)], "rehearsal": rehearsal or [], "prompts": prompts if rehearsal else []}
+    typer.echo(run(TrainOptions(**values | {"output": str(output)}), output, typed_command()))
+    typer.echo(
+        f"wrote {output}/drafter and {output}/report.md\n"
+        f"next: dflash-hub bench --target {target} --drafter {output}/drafter --output bench-run"
+    )
+
+
+DEMO = "demo"
+
+
+def prompt_source(name: str) -> str:
+    """`demo` is a file of ours; anything else stands for itself."""
+    return str(Path(__file__).parent.parent / "benchmark" / "demo_prompts.jsonl") if name == DEMO else name

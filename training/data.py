@@ -1,0 +1,145 @@
+"""From rows of answers to batches: held-out rows, packing, padding."""
+
+import random
+from collections.abc import Iterable
+
+import torch
+from torch.utils.data import Dataset
+
+from .blocks import PADDING, Rows
+from .features import FeatureCache, pad_documents
+
+
+def document_key(row: dict) -> str:
+    return f"{row['id']}#{row['turn']}"
+
+
+def usable_rows(rows: Iterable[dict], max_length: int) -> tuple[list[dict], dict[str, int]]:
+    """Rows that can hold a block, cut to `max_length` tokens; and how many were dropped, by reason.
+
+    Raises:
+        ValueError: nothing is left.
+    """
+    kept, dropped = [], {"answer shorter than two tokens": 0, f"prompt fills --max-length {max_length}": 0}
+    for row in rows:
+        prompt, answer = row["prompt_ids"], row["answer_ids"]
+        room = max_length - len(prompt)
+        if len(answer) < 2:
+            dropped["answer shorter than two tokens"] += 1
+        elif room < 2:
+            dropped[f"prompt fills --max-length {max_length}"] += 1
+        else:
+            kept.append(row | {"answer_ids": answer[:room]})
+    if not kept:
+        raise ValueError(f"no row of the answers can be trained on; dropped: {dropped}.")
+    return kept, {reason: count for reason, count in dropped.items() if count}
+
+
+def split_held_out(rows: list[dict], count: int, seed: int) -> tuple[list[dict], list[dict]]:
+    """(training rows, held-out rows): all turns of a prompt are on one side."""
+    ids = sorted({row["id"] for row in rows})
+    if count >= len(ids):
+        raise ValueError(f"{count} held-out prompts of {len(ids)} leave nothing to train on; lower --held-out.")
+    held = set(random.Random(seed).sample(ids, count))
+    return [r for r in rows if r["id"] not in held], [r for r in rows if r["id"] in held]
+
+
+class PackedRows(Dataset):
+    """Items are lists of documents that share a row: one each, or as many as fit into `pack_length`."""
+
+    def __init__(self, rows: list[dict], pack_length: int | None, seed: int):
+        self.packs = [[row] for row in rows] if pack_length is None else pack(rows, pack_length, seed)
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, index: int) -> dict:
+        documents = self.packs[index]
+        # The length of `input_ids` is what transformers' sampler groups by.
+        input_ids = [token for row in documents for token in row["prompt_ids"] + row["answer_ids"]]
+        return {"documents": documents, "input_ids": input_ids}
+
+
+def row_length(row: dict) -> int:
+    return len(row["prompt_ids"]) + len(row["answer_ids"])
+
+
+def pack(rows: list[dict], pack_length: int, seed: int) -> list[list[dict]]:
+    """Documents together in rows of at most `pack_length` tokens, longest first, each where it fits best."""
+    too_long = [row["id"] for row in rows if row_length(row) > pack_length]
+    if too_long:
+        raise ValueError(
+            f"{len(too_long)} rows are longer than --pack-length {pack_length}, {too_long[0]!r} for one; lower --max-length."
+        )
+    packs: list[list[dict]] = []
+    room: dict[int, list[int]] = {}  # tokens left: indices of packs
+    for row in sorted(rows, key=row_length, reverse=True):
+        length = row_length(row)
+        fit = next((left for left in range(length, pack_length + 1) if room.get(left)), None)
+        if fit is None:
+            packs.append([])
+            index, fit = len(packs) - 1, pack_length
+        else:
+            index = room[fit].pop()
+        packs[index].append(row)
+        room.setdefault(fit - length, []).append(index)
+    random.Random(seed).shuffle(packs)
+    return packs
+
+
+class Collator:
+    """Makes a batch of packed rows, padded on the right.
+
+    A batch holds `Rows` as tensors, and the documents for the target: padded ids and mask, or cached features (tokens,
+    T * H); `row_index` and `column_index` (tokens,) say where each document's tokens lie in the rows.
+
+    Args:
+        cache: of the target's features; None to compute them in the step.
+        width: rows are padded to this length, for kernels that compile for a shape; None for the longest row's.
+    """
+
+    def __init__(self, cache: FeatureCache | None = None, width: int | None = None):
+        self.cache, self.width = cache, width
+
+    def __call__(self, items: list[dict]) -> dict[str, torch.Tensor]:
+        packs = [item["documents"] for item in items]
+        width = self.width or max(sum(map(row_length, documents)) for documents in packs)
+        shape = (len(packs), width)
+        input_ids, position_ids = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+        document_ids, answer_mask = torch.full(shape, PADDING), torch.zeros(shape, dtype=torch.bool)
+        texts, row_index, column_index = [], [], []
+        for r, documents in enumerate(packs):
+            start = 0
+            for d, row in enumerate(documents):
+                text, prompt = row["prompt_ids"] + row["answer_ids"], len(row["prompt_ids"])
+                end = start + len(text)
+                input_ids[r, start:end] = torch.tensor(text)
+                position_ids[r, start:end] = torch.arange(len(text))
+                document_ids[r, start:end] = d
+                answer_mask[r, start + prompt : end] = True
+                row_index.append(torch.full((len(text),), r))
+                column_index.append(torch.arange(start, end))
+                texts.append(text)
+                start = end
+        batch = {
+            "input_ids": input_ids, "position_ids": position_ids, "document_ids": document_ids, "answer_mask": answer_mask,
+            "row_index": torch.cat(row_index), "column_index": torch.cat(column_index),
+        }  # fmt: skip
+        if self.cache is None:
+            batch["document_input_ids"], batch["document_mask"] = pad_documents(texts)
+        else:
+            keys = [document_key(row) for documents in packs for row in documents]
+            features = [self.cache[key] for key in keys]
+            batch["features"] = torch.cat([f[: len(text)] for f, text in zip(features, texts)])
+        return batch
+
+
+def rows_of(batch: dict) -> Rows:
+    return Rows(batch["input_ids"], batch["document_ids"], batch["answer_mask"], batch["position_ids"])
+
+
+def placed(features: torch.Tensor, batch: dict) -> torch.Tensor:
+    """(B, S, F) from features of the documents' tokens (tokens, F), zero at padding."""
+    rows = features.new_zeros(*batch["input_ids"].shape, features.shape[-1])
+    rows[batch["row_index"], batch["column_index"]] = features
+    return rows

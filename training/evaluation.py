@@ -1,0 +1,96 @@
+"""Acceptance on held-out prompts: in real generation, replayed over known greedy answers, and teacher-forced.
+
+- *Real*: `target.generate(assistant_model=drafter)`, and its statistics. It is what is served.
+- *Replayed*: the same rounds, found by walking the drafter's blocks along answers that the target wrote greedily before.
+  The text of a greedy round cannot differ from them, so the acceptance lengths are those of real generation, at the
+  speed of training (a test compares them round by round).
+- *Teacher-forced*: the mean over all anchors of an answer. It is higher: a long accepted run is met once by real rounds
+  but counted from each of its tokens, so random anchors see the easy places more often than rounds start there.
+"""
+
+import torch
+
+from ..statistics_dflash import Speculation
+from ..target_dflash import raw_embeddings
+from .blocks import block_ids, block_labels, block_positions, layer_masks
+from .data import Collator, placed, rows_of
+from .features import tapped_features
+
+
+def end_tokens(target) -> set[int]:
+    ends = target.generation_config.eos_token_id
+    return set(ends if isinstance(ends, list) else [ends]) - {None}
+
+
+@torch.no_grad()
+def replay(target, drafter, rows: list[dict], blocks_at_once: int = 64) -> tuple[Speculation, list[int]]:
+    """Replayed and teacher-forced acceptance over answers that the target wrote greedily.
+
+    Returns:
+        (speculation, forced): the rounds, one row of statistics an answer; and the acceptance length at every anchor.
+    """
+    slots, ends = drafter.config.block_size - 1, end_tokens(target)
+    replayed, forced = Speculation([], [], []), []
+    for row in rows:
+        batch = {name: t.to(target.device) for name, t in Collator()([{"documents": [row]}]).items()}
+        right = right_drafts(target, drafter, batch, blocks_at_once)
+        ended, last = row["answer_ids"][-1] in ends, len(row["answer_ids"]) - 1
+        rounds, anchor = [], 0
+        while anchor < last:
+            # At a limit on length, the target itself adds the last token; at an end token it may be a draft.
+            drafted = slots if ended else min(slots, last - anchor - 1)
+            accepted = min(right[anchor], drafted)
+            added = min(accepted + 1, last - anchor)
+            rounds.append((added, drafted, accepted))
+            anchor += added
+        for into, values in zip((replayed.acceptance_lengths, replayed.drafted, replayed.accepted), zip(*rounds)):
+            into.append(list(values))
+        forced += [min(count + 1, last - anchor) for anchor, count in enumerate(right)]
+    return replayed, forced
+
+
+def right_drafts(target, drafter, batch: dict, blocks_at_once: int, layer_ids: list[int] | None = None) -> list[int]:
+    """For each anchor of a single document's answer, how many of its drafts in a row are the answer's tokens.
+
+    `layer_ids`: other taps than the drafter's, to see what they would give.
+    """
+    rows = rows_of(batch)
+    config = drafter.config
+    layer_ids = layer_ids or config.target_layer_ids
+    features = tapped_features(target, batch["document_input_ids"], batch["document_mask"], layer_ids)
+    context = placed(features[batch["document_mask"].bool()], batch)
+    head, embedding = target.get_output_embeddings(), target.get_input_embeddings()
+    possible = (rows.answer_mask[0, :-1] & rows.answer_mask[0, 1:]).nonzero()[:, 0]
+    counts = []
+    for anchors in possible.split(blocks_at_once):
+        anchors = anchors[None]
+        valid = torch.ones_like(anchors, dtype=torch.bool)
+        hidden = drafter(
+            raw_embeddings(embedding, block_ids(rows, anchors, config.block_size, config.mask_token_id)),
+            context,
+            attention_mask=layer_masks(config, rows, anchors, valid, "sdpa"),
+            position_ids=block_positions(rows, anchors, config.block_size),
+        ).last_hidden_state
+        hidden = hidden.unflatten(1, (-1, config.block_size))[0, :, 1:]  # (N, K - 1, H)
+        drafts = drafter.draft_logits(hidden.to(target.dtype), head).argmax(-1)
+        labels, supervised = block_labels(rows, anchors, valid, config.block_size)
+        right = (drafts == labels[0]) & supervised[0]
+        counts += right.long().cumprod(1).sum(1).tolist()
+    return counts
+
+
+@torch.no_grad()
+def generate(target, drafter, prompts: list[list[int]], max_new_tokens: int) -> Speculation:
+    """Acceptance in real greedy generation; one row of statistics a prompt."""
+    result = Speculation([], [], [])
+    for ids in prompts:
+        input_ids = torch.tensor([ids], device=target.device)
+        target.generate(
+            input_ids=input_ids, attention_mask=torch.ones_like(input_ids), assistant_model=drafter, do_sample=False,
+            max_new_tokens=max_new_tokens, num_assistant_tokens=drafter.config.block_size - 1,
+        )  # fmt: skip
+        of_prompt = drafter.last_speculation
+        result.acceptance_lengths += of_prompt.acceptance_lengths
+        result.drafted += of_prompt.drafted
+        result.accepted += of_prompt.accepted
+    return result

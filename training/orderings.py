@@ -1,0 +1,196 @@
+"""Which choices of training matter, measured: one lever at a time, equal compute, acceptance of real rounds.
+
+    python -m dflash_hub.training.orderings --answers answers --output orderings --seconds 60
+
+Every variant differs from the base in one thing, starts from the same seed, and trains for the same processor time (steps
+follow from the measured time of a step; batches, anchors and order are the same). Acceptance is that of greedy rounds
+replayed on held-out answers, see `evaluation`. Results are kept variant by variant, so a run can be interrupted.
+"""
+
+import dataclasses
+import json
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from ..benchmark.bench import commit, device_name
+from ..convert.init import init_drafter
+from ..demo.smollm2 import smollm2
+from ..hub_dflash import write_text
+from ..modeling_dflash import DFlashDraftModel
+from .commands import prompt_source, typed_command
+from .data import Collator, PackedRows, split_held_out, usable_rows
+from .evaluation import replay
+from .losses import BlockLoss, ReducedHead, default_gamma
+from .options import TrainOptions
+from .train import fill_cache, load_rows, load_target, training_arguments
+from .trainer import DFlashTrainer
+
+
+@dataclasses.dataclass
+class Variant:
+    """What differs from the base."""
+
+    name: str
+    options: dict = dataclasses.field(default_factory=dict)
+    fixed_blocks: bool = False  # answers cut into blocks, instead of random anchors
+    blind: bool = False  # no features: their projection is zero and stays so
+    serve_block: int | None = None  # block size in evaluation
+
+
+VARIANTS = [
+    Variant("base"),
+    Variant("fixed blocks", fixed_blocks=True),
+    Variant("uniform weights", {"gamma": 0.0}),
+    Variant("D-PACE", {"loss": "dpace"}),
+    Variant("one tap", {"taps": [14]}),
+    Variant("no features", blind=True),
+    Variant("block 16, served at 16", {"block_size": 16}),
+    Variant("block 16, served at 8", {"block_size": 16}, serve_block=8),
+    Variant("KL", {"loss": "kl"}),
+    Variant("TV + CE", {"loss": "tv"}),
+    Variant("fresh weights", {"from_target_layers": False}),
+    Variant("five layers", {"layers": 5}),
+    Variant("full vocabulary", {"vocabulary": "full"}),
+    Variant("half the learning rate", {"learning_rate": 3e-4}),
+    Variant("twice the learning rate", {"learning_rate": 1.2e-3}),
+    Variant("16 anchors", {"num_anchors": 16}),
+    Variant("base, seed 1", {"seed": 1}),
+]
+
+
+class OrderingTrainer(DFlashTrainer):
+    fixed_blocks = False
+
+    def draw(self, rows, generator):
+        if not self.fixed_blocks:
+            return super().draw(rows, generator)
+        # Every block-sized step of each answer is an anchor, the same in every epoch.
+        first = rows.answer_mask.long().argmax(dim=1, keepdim=True)
+        index = torch.arange(rows.input_ids.shape[1], device=first.device)[None]
+        starts = rows.answer_mask & ((index - first) % self.block_size == 0)
+        starts[:, :-1] &= rows.answer_mask[:, 1:]
+        starts[:, -1] = False
+        count = min(self.num_anchors, int(starts.sum(1).max()))
+        valid, anchors = starts.long().topk(count, dim=1)
+        return anchors, valid.bool()
+
+
+def run_variant(variant: Variant, base: TrainOptions, target, tokenizer, training, held_out, seconds: float) -> dict:
+    """Train one variant for `seconds` of processor time and measure it."""
+    options = dataclasses.replace(base, **variant.options)
+    with tempfile.TemporaryDirectory() as folder:
+        start = Path(folder) / "start"
+        init_drafter(
+            options.target, str(start), options.layers, options.block_size, options.taps,
+            mask_token=options.mask_token, from_target_layers=options.from_target_layers, seed=options.seed,
+        )  # fmt: skip
+        drafter = DFlashDraftModel.from_pretrained(start, dtype=torch.float32)
+        if variant.blind:
+            torch.nn.init.zeros_(drafter.fc.weight)
+            drafter.fc.weight.requires_grad_(False)
+        gamma = default_gamma(options.block_size) if options.gamma is None else (options.gamma or None)
+        loss = BlockLoss(options.loss, gamma)
+        name = "-".join(map(str, drafter.config.target_layer_ids)) + "-last" * loss.needs_teacher
+        cache = fill_cache(
+            dataclasses.replace(options, features=f"{base.features}-{name}"), target, drafter, loss, training
+        )
+        used = torch.tensor(sorted({token for row in training for token in row["answer_ids"]}))
+        reduced = (
+            ReducedHead(target.get_output_embeddings(), used, options.negatives)
+            if options.vocabulary == "answers"
+            else None
+        )
+
+        def trainer(steps: int) -> OrderingTrainer:
+            arguments = training_arguments(dataclasses.replace(options, max_steps=steps), len(training), Path(folder))
+            arguments.save_strategy = arguments.eval_strategy = "no"
+            made = OrderingTrainer(
+                drafter, target, arguments, PackedRows(training, None, options.seed), Collator(cache), loss,
+                options.num_anchors, held_out, 0, 8, reduced_head=reduced,
+            )  # fmt: skip
+            made.fixed_blocks, made.block_size = variant.fixed_blocks, options.block_size
+            return made
+
+        state = {key: value.clone() for key, value in drafter.state_dict().items()}
+        started = time.process_time()
+        trainer(6).train()
+        step_seconds = (time.process_time() - started) / 6
+        drafter.load_state_dict(state)
+        steps = max(1, round(seconds / step_seconds))
+        started = time.process_time()
+        trainer(steps).train()
+        spent = time.process_time() - started
+        drafter.save_pretrained(Path(folder) / "end")
+        serve = {} if variant.serve_block is None else {
+            "block_size": variant.serve_block, "num_draft_tokens": variant.serve_block - 1
+        }  # fmt: skip
+        served = DFlashDraftModel.from_pretrained(Path(folder) / "end", dtype=target.dtype, **serve).eval()
+    speculation, forced = replay(target, served, held_out)
+    by_answer = [statistics.mean(lengths) for lengths in speculation.acceptance_lengths]
+    return {
+        "variant": variant.name, "steps": steps, "seconds": round(spent), "tau": round(speculation.tau, 3),
+        "error": round(statistics.stdev(by_answer) / len(by_answer) ** 0.5, 3),
+        "slots": [round(share, 3) for share in speculation.slot_acceptance],
+        "first_slot_right": round(statistics.mean(length > 1 for length in forced), 3),
+        "parameters": sum(p.numel() for p in served.parameters()),
+    }  # fmt: skip
+
+
+def table(results: list[dict]) -> str:
+    lines = [
+        "| variant | tau | slots 1 to 3 accepted | first slot right, all anchors | steps | seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        slots = " ".join(f"{share:.2f}" for share in r["slots"][:3])
+        lines.append(
+            f"| {r['variant']} | {r['tau']:.2f} ± {r['error']:.2f} | {slots} | {r['first_slot_right']:.2f} | {r['steps']} | "
+            f"{r['seconds']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(
+    answers: Annotated[list[str], typer.Option(help="Answers: file or folder; repeatable.")],
+    output: Annotated[Path, typer.Option(help="Folder of the results; finished variants are not run again.")],
+    prompts: Annotated[list[str] | None, typer.Option(help="Prompts of answers that do not repeat them.")] = None,
+    only: Annotated[str, typer.Option(help="Take answers whose id starts so.")] = "",
+    rows: Annotated[int, typer.Option(help="Answers to train on.")] = 800,
+    held_out: Annotated[int, typer.Option(help="Answers to measure on.")] = 40,
+    seconds: Annotated[float, typer.Option(help="Processor time of a variant's training.")] = 360,
+    layers: Annotated[int, typer.Option(help="Of the base.")] = 3,
+):
+    """Measure all variants on one subset of answers."""
+    base = TrainOptions(
+        target=smollm2()[0], answers=answers, output=str(output), prompts=[prompt_source(p) for p in prompts or []],
+        layers=layers, block_size=8, from_target_layers=True, loss="ce", num_anchors=32, vocabulary="answers",
+        features=str(output / "features"), dtype="bfloat16", bf16=True, max_length=800, learning_rate=6e-4,
+    )  # fmt: skip
+    target, tokenizer = load_target(base.target, base.dtype)
+    found, _ = load_rows(answers, base, tokenizer)
+    found, _ = usable_rows([row for row in found if row["id"].startswith(only)], base.max_length)
+    random.Random(0).shuffle(found)
+    training, measured = split_held_out(found[: rows + held_out], held_out, 0)
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / "results.json"
+    results = json.loads(path.read_text()) if path.exists() else []
+    for variant in VARIANTS:
+        if variant.name in {result["variant"] for result in results}:
+            continue
+        results.append(run_variant(variant, base, target, tokenizer, training, measured, seconds))
+        write_text(path, json.dumps(results, indent=1) + "\n")
+        print(results[-1], flush=True)
+    origin = f"\n`{typed_command()}`, commit {commit()}, {device_name()}, torch {torch.__version__}\n"
+    write_text(output / "table.md", table(results) + origin)
+    print(table(results))
+
+
+if __name__ == "__main__":
+    typer.run(main)

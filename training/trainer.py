@@ -1,0 +1,197 @@
+"""The step of training, on transformers' `Trainer`: target features, blocks at random anchors, loss. Only the drafter learns."""
+
+import statistics
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+from ..modeling_dflash import DFlashDraftModel
+from ..target_dflash import raw_embeddings
+from .blocks import block_ids, block_labels, block_positions, draw_anchors, layer_masks
+from .data import Collator, PackedRows, placed, rows_of
+from .evaluation import generate, replay
+from .features import tapped_features
+from .losses import BlockLoss, ReducedHead, chunked_sum
+
+# Slots whose logits exist at one time: on a vocabulary of 150 thousand, 1.2 GB in float32.
+CHUNK_SLOTS = 2048
+
+
+class DFlashTrainer(Trainer):
+    """Trains `drafter` on answers of `target`, whose weights stay as they are.
+
+    Args:
+        loss: of drafted blocks.
+        num_anchors: at most so many a row.
+        train_dataset: `PackedRows`; `data_collator` a `Collator`.
+        held_out: rows of answers that no training row shares a prompt with.
+        eval_prompts: how many of the held-out prompts are answered in real generation, up to `eval_new_tokens`.
+        greedy_answers: whether the held-out answers are the target's greedy ones, so that rounds can be replayed on them.
+        reduced_head: to train on a part of the vocabulary.
+    """
+
+    def __init__(
+        self,
+        drafter: DFlashDraftModel,
+        target: PreTrainedModel,
+        args: TrainingArguments,
+        train_dataset: PackedRows,
+        data_collator: Collator,
+        loss: BlockLoss,
+        num_anchors: int,
+        held_out: list[dict],
+        eval_prompts: int,
+        eval_new_tokens: int,
+        greedy_answers: bool = True,
+        reduced_head: ReducedHead | None = None,
+        **kwargs,
+    ):
+        super().__init__(
+            drafter, args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=held_out, **kwargs
+        )
+        self.target = target.requires_grad_(False).eval()
+        self.block_loss, self.num_anchors, self.reduced_head = loss, num_anchors, reduced_head
+        self.held_out, self.eval_new_tokens, self.greedy_answers = held_out, eval_new_tokens, greedy_answers
+        self.eval_rows = [row for row in held_out if row["turn"] == 0][:eval_prompts]
+        self.flex = drafter.config._attn_implementation == "flex_attention"
+        # Compiled, the block mask is made without a dense one; on a CPU compiling costs more than it saves.
+        self.create_mask = (
+            torch.compile(create_block_mask) if self.flex and args.device.type == "cuda" else create_block_mask
+        )
+        self.layer_ids = list(drafter.config.target_layer_ids)
+        self.last_layer = target.config.get_text_config(decoder=True).num_hidden_layers - 1
+        if loss.needs_teacher:
+            self.layer_ids.append(self.last_layer)
+        self._micro_step = 0
+        self._logged: dict[str, list[torch.Tensor]] = {}
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        self._micro_step = (self._micro_step + 1) % self.args.gradient_accumulation_steps
+        return loss
+
+    def _generator(self) -> torch.Generator:
+        """Its draws depend on seed, step and process only, so a resumed run draws what an uninterrupted one would have."""
+        step = self.state.global_step * self.args.gradient_accumulation_steps + self._micro_step
+        seed = (self.args.seed * 1_000_003 + step) * self.args.world_size + self.args.process_index
+        return torch.Generator().manual_seed(seed % 2**63)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        drafter: DFlashDraftModel = self.accelerator.unwrap_model(model)
+        config, rows, generator = drafter.config, rows_of(inputs), self._generator()
+
+        features = inputs.get("features")
+        if features is None:
+            mask = inputs["document_mask"]
+            with self.accelerator.autocast():
+                features = tapped_features(self.target, inputs["document_input_ids"], mask, self.layer_ids)
+            features = features[mask.bool()]  # (tokens, T * H)
+        taps = len(config.target_layer_ids) * config.hidden_size
+        context = placed(features[:, :taps], inputs)  # (B, S, T * H)
+
+        anchors, valid = self.draw(rows, generator)  # (B, N)
+        labels, supervised = block_labels(rows, anchors, valid, config.block_size)  # (B, N, K - 1)
+        hidden = model(
+            raw_embeddings(
+                self.target.get_input_embeddings(), block_ids(rows, anchors, config.block_size, config.mask_token_id)
+            ),
+            context,
+            attention_mask=layer_masks(config, rows, anchors, valid, config._attn_implementation, self.create_mask),
+            position_ids=block_positions(rows, anchors, config.block_size),
+        ).last_hidden_state
+        hidden = hidden.unflatten(1, (-1, config.block_size))[:, :, 1:]  # (B, N, K - 1, H)
+
+        teacher = None
+        if self.block_loss.needs_teacher:
+            states = placed(features[:, taps:], inputs)  # (B, S, H): row j makes the target's logits of token j + 1
+            index = (anchors[:, :, None] + torch.arange(config.block_size - 1, device=anchors.device)).flatten(1)
+            index = index.clamp(max=states.shape[1] - 1)[..., None].expand(-1, -1, states.shape[2])
+            teacher = states.gather(1, index).unflatten(1, labels.shape[1:])[valid]  # (M, K - 1, H)
+        with self.accelerator.autocast():  # blocks of padding cost nothing from here on
+            return self._loss(drafter, hidden[valid], labels[valid], supervised[valid], teacher, generator)
+
+    def draw(self, rows, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        return draw_anchors(rows, self.num_anchors, generator, fixed=self.flex)
+
+    def _loss(self, drafter, hidden, labels, supervised, teacher, generator) -> torch.Tensor:
+        """Mean loss over the slots of blocks (M, K - 1)."""
+        head, target_head = self.target.get_output_embeddings(), self.target.get_output_embeddings()
+        if self.reduced_head is not None:
+            head, index = self.reduced_head.draw(generator)
+            labels = index.to(labels.device)[labels]
+            supervised, labels = supervised & (labels >= 0), labels.clamp(min=0)
+            target_head = head
+        right, count = [], supervised.sum()
+
+        def loss_of(part: torch.Tensor, which: slice) -> torch.Tensor:
+            logits = drafter.draft_logits(part.to(self.target.dtype), head).float()
+            teacher_logits = None if teacher is None else target_head(teacher[which].to(self.target.dtype)).float()
+            right.append((logits.argmax(-1) == labels[which]) & supervised[which])
+            return self.block_loss(logits, labels[which], supervised[which], teacher_logits)
+
+        chunk = max(1, CHUNK_SLOTS // labels.shape[1])
+        loss = chunked_sum(hidden, loss_of, chunk) / self.block_loss.normalizer(supervised)
+        right = torch.cat(right)
+        self._note("accuracy", right.sum() / count.clamp(min=1))
+        self._note("accuracy_slot_1", right[:, 0].sum() / supervised[:, 0].sum().clamp(min=1))
+        # Of blocks at random anchors: higher than what rounds of generation accept, see `evaluation`.
+        self._note("teacher_forced_tau", 1 + right.long().cumprod(1).sum() / max(len(right), 1))
+        return loss
+
+    def _note(self, name: str, value: torch.Tensor):
+        self._logged.setdefault(name, []).append(value.detach())
+
+    def log(self, logs: dict[str, float], *args, **kwargs):
+        if "loss" in logs:
+            logs |= {name: round(float(torch.stack(values).mean()), 4) for name, values in self._logged.items()}
+            self._logged.clear()
+        super().log(logs, *args, **kwargs)
+
+    def evaluate(self, *args, metric_key_prefix: str = "eval", **kwargs) -> dict[str, float]:
+        """Acceptance on held-out prompts, by real generation, replayed and teacher-forced (see `evaluation`).
+
+        Every process measures its share of the prompts.
+        """
+        drafter = self.accelerator.unwrap_model(self.model).eval()
+        metrics = evaluate(
+            self.target, drafter, self._share(self.eval_rows), self._share(self.held_out) if self.greedy_answers else [],
+            self.eval_new_tokens, self.accelerator,
+        )  # fmt: skip
+        drafter.train()
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _share(self, rows: list[dict]) -> list[dict]:
+        if self.is_fsdp_enabled:  # its layers are gathered by all processes together
+            return rows
+        return rows[self.args.process_index :: self.args.world_size]
+
+
+def evaluate(target, drafter, prompts: list[dict], rows: list[dict], max_new_tokens: int, accelerator=None) -> dict:
+    """Figures of one evaluation, over all processes; `acceptance_length` is that of real generation."""
+
+    def gathered(values: list) -> list:
+        if accelerator is None or accelerator.num_processes == 1:
+            return values
+        from accelerate.utils import gather_object
+
+        return gather_object(values)
+
+    real = generate(target, drafter, [row["prompt_ids"] for row in prompts], max_new_tokens)
+    replayed, forced = replay(target, drafter, rows)
+    for speculation in (real, replayed):
+        for name in ("acceptance_lengths", "drafted", "accepted"):
+            setattr(speculation, name, gathered(getattr(speculation, name)))
+    forced = gathered(forced)
+    figures = {"acceptance_length": real.tau}
+    figures |= {f"acceptance_slot_{k}": share for k, share in enumerate(real.slot_acceptance, start=1)}
+    if forced:
+        figures |= {
+            "replayed_acceptance_length": replayed.tau,
+            "teacher_forced_acceptance_length": statistics.mean(forced),
+        }
+        figures["first_slot_right"] = statistics.mean(length > 1 for length in forced)
+    return {name: round(value, 4) for name, value in figures.items()}
