@@ -30,16 +30,17 @@ def propose_argmax(self, text, start, logits):
 
 def propose_independent(self, text, start, logits):
     if not hasattr(self, "own"):
-        self.own = GumbelNoise(self.noise.generator.initial_seed() ^ 0x5DEECE66D, start, self.noise.span, logits.device)
+        shared = self.noises[0]
+        self.own = [GumbelNoise(shared.generator.initial_seed() ^ 0x5DEECE66D, start[0], shared.span, logits.device)]
     return _propose(self, text, start, logits, self.own)
 
 
-def _propose(choice, text, start, logits, noise):
-    processors, shared, choice.noise = choice.processors, choice.noise, noise
+def _propose(choice, text, start, logits, noises):
+    shared, choice.noises = choice.noises, noises
     try:
         return SHARED(choice, text, start, logits)
     finally:
-        choice.processors, choice.noise = processors, shared
+        choice.noises = shared
 
 
 SHARED = TargetChoice.propose
@@ -74,7 +75,8 @@ def run(
                 TargetChoice.propose = propose or SHARED
                 output = model.generate(
                     **inputs, assistant_model=draft_model, max_new_tokens=max_new_tokens, do_sample=True,
-                    temperature=temperature, top_k=0, speculation_type=None if propose else "dflash",
+                    temperature=temperature, top_k=0, num_assistant_tokens=draft_model.config.block_size - 1,
+                    speculation_type=None if propose else "dflash",
                 )  # fmt: skip
                 tokens += output.shape[1] - inputs["input_ids"].shape[1] - 1
                 rounds += len(passes) - 1
