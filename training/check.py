@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..generation_dflash import DFlashCandidateGenerator
+from ..candidates_dflash import DFlashCandidateGenerator
 from ..target_dflash import check_pair, raw_embeddings, tap_request, tapped
 from .answers import encode
 from .blocks import block_ids, block_positions, layer_masks
