@@ -1,7 +1,9 @@
 """`dflash-hub regenerate`: the target's own answers, in process and from a server."""
 
 import json
+import sys
 import threading
+import types
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -146,10 +148,12 @@ def test_answers_without_prompts_are_joined_with_them_by_id(tmp_path, target, to
 
 
 def test_prompts_from_files_and_data_sets(tmp_path, monkeypatch):
-    import datasets
+    class Columns(list):
+        column_names = ["question", "messages"]
 
     rows = [{"question": "a b", "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}]
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: datasets.Dataset.from_list(rows))
+    fake = types.SimpleNamespace(load_dataset=lambda name, split: Columns(rows))
+    monkeypatch.setitem(sys.modules, "datasets", fake)
     assert read_prompts("org/set:train[:1]", "question") == [
         {"id": "org/set:0", "messages": [{"role": "user", "content": "a b"}]}
     ]

@@ -5,8 +5,8 @@ import torch
 from brute_force import training_visibility
 from conftest import prompt_of, tiny_drafter, tiny_target
 from dflash_hub import DFlashDraftModel
-from dflash_hub.configuration_dflash import FULL, SLIDING
 from dflash_hub.candidates_dflash import DFlashCandidateGenerator
+from dflash_hub.configuration_dflash import FULL, SLIDING
 from dflash_hub.target_dflash import raw_embeddings, tapped
 from dflash_hub.training import evaluation
 from dflash_hub.training.blocks import (

@@ -1,0 +1,70 @@
+"""Every command of the README runs, as written, with tiny models in the place of large ones."""
+
+import re
+import shlex
+
+from conftest import ROOT, tiny_target
+from dflash_hub.cli import app
+from test_answers import prompts_of
+from test_check import write_prompts
+from test_init import save_target, tiny_tokenizer
+from typer.testing import CliRunner
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+# What a user has, and what stands for it here.
+PLACES = {
+    "Qwen/Qwen3-4B": "target",
+    "my-tuned-qwen3-4b": "tuned",
+    "z-lab/Qwen3-8B-DFlash-b16": "zlab",
+    "Qwen/Qwen3-8B": "target",
+}
+# Sizes that fit a tiny model; what a command does stays the same.
+SMALLER = {
+    "regenerate": "--max-new-tokens 12",
+    "train": "--max-steps 2 --layers 1 --block-size 4 --held-out 3 --eval-prompts 2 --eval-new-tokens 6 --evaluations 1",
+    "check": "--count 1 --max-new-tokens 8 --prompts prompts.jsonl",
+    "bench": "--count 2 --max-new-tokens 8 --methods plain,ours",
+    "align": "--count 8 --max-new-tokens 12 --max-steps 2 --held-out 3 --eval-prompts 2 --evaluations 1",
+    "generate": "--max-new-tokens 8",
+}
+ELSEWHERE = {"push", "demo"}  # needs the Hub (tests/test_push.py) or a real target (tests/test_cli.py)
+
+
+def commands() -> list[list[str]]:
+    found = []
+    for block in re.findall(r"```bash\n(.*?)```", README, re.S):
+        for line in block.splitlines():
+            if line.startswith("dflash-hub "):
+                found.append(shlex.split(line, comments=True)[1:])
+    return found
+
+
+def run(*arguments):
+    # In this process: a start of Python each would take longer than the commands.
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_the_readmes_commands_run_one_after_the_other(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_target(tmp_path / "target", "qwen3")
+    tuned = tiny_target("qwen3", seed=3, num_hidden_layers=8)
+    tuned.save_pretrained(tmp_path / "tuned")
+    tiny_tokenizer(90).save_pretrained(tmp_path / "tuned")
+    write_prompts(tmp_path / "prompts.jsonl", len(prompts_of(8)))
+    for preparation in (
+        ("init", "--target", "target", "--output", "for-zlab", "--layers", 1, "--block-size", 4),
+        ("export", "for-zlab", "zlab", "--to", "zlab"),
+    ):
+        assert run(*preparation).exit_code == 0
+    ran = set()
+    for command in commands():
+        name = command[0]
+        if name in ELSEWHERE:
+            continue
+        arguments = [PLACES.get(word, word) for word in command] + SMALLER.get(name, "").split()
+        done = run(*arguments)
+        # An untrained drafter accepts little, which `check` reports with exit code 1.
+        low = name == "check" and "FAIL acceptance" in done.output
+        assert done.exit_code == 0 or low, (command, done.output, done.exception)
+        ran.add(name)
+    assert {"init", "import", "export", "inspect", "regenerate", "train", "check", "align", "bench"} <= ran
