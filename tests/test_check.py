@@ -178,6 +178,8 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
     assert record["data"]["rows"] == 18 and record["data"]["target"] == "target"
     assert record["result"]["steps"] == 120 and record["result"]["evaluation"]["acceptance_length"] >= 1
     assert "acceptance_length: " in done.stdout
+    card = (tmp_path / "run" / "drafter" / "README.md").read_text()
+    assert "`num_anchors`" in card and "answers.jsonl" in card
     state = json.loads((tmp_path / "run" / "checkpoints" / "checkpoint-120" / "trainer_state.json").read_text())
     assert any("eval_acceptance_length" in entry for entry in state["log_history"])
 

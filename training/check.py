@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..candidates_dflash import DFlashCandidateGenerator
+from ..convert.card import RECORD
 from ..target_dflash import check_pair, raw_embeddings, tap_request, tapped
 from .answers import encode
 from .blocks import block_ids, block_positions, layer_masks
@@ -253,5 +254,5 @@ def first_right(drafter, target, rows: list[dict], layer_ids: list[int]) -> floa
 
 
 def read_record(drafter: str) -> dict | None:
-    path = Path(drafter) / "training_record.json"
+    path = Path(drafter) / RECORD
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallb
 from ..benchmark.bench import commit, device_name
 from ..benchmark.prompts import read_prompts
 from ..configuration_dflash import FULL, SLIDING, DFlashConfig
+from ..convert.card import RECORD, write_card
 from ..convert.folders import new_folder
 from ..convert.init import init_drafter
 from ..hub_dflash import write_text
@@ -142,13 +143,16 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
                 "steps": trainer.state.global_step, "best_step": best_step, "epochs": trainer.state.epoch,
                 "seconds": round(time.monotonic() - started), "anchors": trainer.anchors_seen,
                 "evaluation": {
-                    "prompts": len(trainer.eval_rows), "max_new_tokens": options.eval_new_tokens, **figures
+                    "prompts": len(trainer.eval_rows), "max_new_tokens": options.eval_new_tokens,
+                    "acceptance_by_slot": [v for name, v in figures.items() if name.startswith("acceptance_slot_")],
+                    **{name: v for name, v in figures.items() if not name.startswith("acceptance_slot_")},
                 },
             },
         }  # fmt: skip
         with new_folder(output / "drafter", force=(output / "drafter").exists()) as folder:
             drafter.save_pretrained(folder)
-            write_text(folder / "training_record.json", json.dumps(record, indent=1) + "\n")
+            write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
+            write_card(folder)
         draw_curves(output / "log.jsonl", output / "curves.png")
     return figures
 
