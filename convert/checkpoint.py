@@ -107,7 +107,7 @@ def open_checkpoint(
         OSError: nothing is there, or it cannot be read.
         ValueError: something is there, but it is damaged or of another kind; names the file and what is wrong with it.
     """
-    folder = local_folder(source, revision)
+    folder = local_folder(source, revision, allow_pickle)
     homes = [folder / inner for inner in INNER_FOLDERS]
     configs = [Path(config_file)] if config_file else [home / "config.json" for home in homes]
     config_path = next((path for path in configs if path.is_file()), None)
@@ -138,7 +138,7 @@ def open_checkpoint(
     return Checkpoint(source, folder, config, _unpickle(pickle))
 
 
-def local_folder(source: str, revision: str | None = None) -> Path:
+def local_folder(source: str, revision: str | None = None, allow_pickle: bool = False) -> Path:
     """A folder as it is; of a repository on the Hub the snapshot in the cache, without its code."""
     if Path(source).is_dir():
         return Path(source)
@@ -147,9 +147,8 @@ def local_folder(source: str, revision: str | None = None) -> Path:
     if Path(source).exists():
         raise OSError(f"{source} is a file; expected a folder or the id of a repository.")
     try:
-        return Path(
-            snapshot_download(source, revision=revision, allow_patterns=["*.json", "*.safetensors", *PICKLES, "*.pt"])
-        )
+        patterns = ["*.json", "*.safetensors", "*mask_embedding.pt", *(PICKLES if allow_pickle else ())]
+        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
     except HFValidationError as error:
         raise OSError(f"{source!r} is no folder here, and no id of a repository: {error}") from error
     except OSError as error:

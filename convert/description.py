@@ -9,6 +9,7 @@ from ..hub_dflash import custom_generate_source
 from .card import RECORD, attention_in_words
 from .engines import TITLES, obstacles, serve_command
 from .reading import LAYOUTS, OURS, Drafter
+from .zlab import SCALES
 
 HERE = Path(__file__).parent.parent
 
@@ -25,13 +26,7 @@ def describe(drafter: Drafter) -> str:
     }
     rope = ", ".join(f"{name} {value}" for name, value in config.rope_parameters.items())
     quirks = [
-        f"{name} {getattr(config, name):g}"
-        for name, neutral in (
-            ("input_embedding_scale", 1.0),
-            ("output_multiplier", 1.0),
-            ("final_logit_softcapping", None),
-        )
-        if getattr(config, name) != neutral
+        f"{name} {getattr(config, name):g}" for name, neutral in SCALES.items() if getattr(config, name) != neutral
     ]
     rows = [
         (

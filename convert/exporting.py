@@ -68,6 +68,11 @@ def export_drafter(
     layout_name, engine = GOALS[to]
     layout = LAYOUTS[layout_name]
     drafter = read_drafter(source, target, revision)
+    if drafter.match.borrowed:
+        raise ValueError(
+            f"{source!r} carries copies of its target's tensors; `dflash-hub import` it first, which compares them with the "
+            "target's."
+        )
     config = lengthened(drafter.config, yarn, context_length)
     stopped = obstacles(engine, config) if engine else layout.inexpressible(config)
     if stopped:

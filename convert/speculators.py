@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from ..configuration_dflash import FULL, SLIDING, DFlashConfig, read_config_dict
 from .zlab import NOT_CARRIED as ZLAB_NOT_CARRIED
-from .zlab import decoder_config
+from .zlab import SCALES, decoder_config
 
 VERSION = "0.9.0"
 # It names the target, but no revision and no mode.
@@ -96,11 +96,7 @@ def inexpressible(config: DFlashConfig) -> list[str]:
         found.append(f"`block_causal` is {config.block_causal}; full layers are always bidirectional there")
     if len(set(sliding)) > 1:
         found.append(f"`block_causal` is {config.block_causal}; all sliding layers share one value there")
-    for name, neutral in (
-        ("input_embedding_scale", 1.0),
-        ("output_multiplier", 1.0),
-        ("final_logit_softcapping", None),
-    ):
+    for name, neutral in SCALES.items():
         if getattr(config, name) != neutral:
             found.append(f"`{name}` is {getattr(config, name)}; there is no place for it")
     return found

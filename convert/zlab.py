@@ -21,6 +21,8 @@ SAME = (
     "rms_norm_eps max_position_embeddings vocab_size attention_bias attention_dropout initializer_range layer_types "
     "sliding_window bos_token_id eos_token_id pad_token_id"
 ).split()
+# What is written only where it does something.
+SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
 DRAFTING = ("block_size", "mask_token_id", "target_layer_ids")
 
 
@@ -48,11 +50,7 @@ def inexpressible(config: DFlashConfig) -> list[str]:
 def write(config: DFlashConfig, facts) -> dict:
     """config.json in z-lab's spelling; block size, taps, mask token and RoPE in every place where some reader looks."""
     nested = {name: getattr(config, name) for name in DRAFTING}
-    for name, neutral in (
-        ("input_embedding_scale", 1.0),
-        ("output_multiplier", 1.0),
-        ("final_logit_softcapping", None),
-    ):
+    for name, neutral in SCALES.items():
         if getattr(config, name) != neutral:
             nested[name] = getattr(config, name)
     written = {

@@ -7,8 +7,9 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import transformers.utils.hub
 import yaml
-from huggingface_hub import constants
+from huggingface_hub import constants, hf_api
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -36,13 +37,16 @@ def handler(hub: FakeHub, url: str):
         def log_message(self, *args):
             pass
 
-        def answer(self, body: dict, status: int = 200):
+        def answer(self, body: dict, status: int = 200, headers: dict | None = None):
             encoded = json.dumps(body).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(encoded)))
+            for name, value in (headers or {}).items():
+                self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(encoded)
+            if self.command != "HEAD":
+                self.wfile.write(encoded)
 
         def body(self) -> bytes:
             return self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -94,7 +98,9 @@ def handler(hub: FakeHub, url: str):
             self.answer({})
 
         def do_GET(self):
-            self.answer({"error": "Repository not found"}, 404)
+            self.answer({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+
+        do_HEAD = do_GET
 
     return Handler
 
@@ -105,7 +111,15 @@ def fake_hub(monkeypatch):
     hub = FakeHub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler(hub, lambda: f"http://127.0.0.1:{server.server_port}"))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    for place, name in ((constants, "ENDPOINT"), (hf_api.api, "endpoint")):
+        monkeypatch.setattr(place, name, f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        f"http://127.0.0.1:{server.server_port}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+    )
+    # transformers 5.24 keeps one client; older versions use that of huggingface_hub.
+    monkeypatch.setattr(transformers.utils.hub, "hf_api", lambda: hf_api.HfApi(), raising=False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", "hf_fake")
     try:

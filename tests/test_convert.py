@@ -10,6 +10,7 @@ from dflash_hub.convert.exporting import export_drafter
 from dflash_hub.convert.folders import new_folder
 from dflash_hub.convert.importing import import_drafter
 from dflash_hub.convert.zlab import NOT_CARRIED, write
+from fake_hub import fake_hub
 from safetensors.torch import load_file, save_file
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -153,29 +154,15 @@ def test_the_root_checkpoint_is_the_imported_fixture(fixture_folder):
 
 @pytest.mark.parametrize("how", ("push_to_hub", "save_pretrained"))
 def test_push_to_hub_uploads_a_complete_folder(how, monkeypatch, tmp_path):
-    import huggingface_hub
-    import transformers.utils.hub as hub
-
-    uploaded = {}
-
-    def create_commit(self=None, repo_id=None, operations=(), **kwargs):
-        uploaded[repo_id] = sorted(operation.path_in_repo for operation in operations)
-
-    class Created:
-        repo_id = "org/drafter"
-
-    for owner in (huggingface_hub.HfApi, hub):
-        for name, value in (("create_commit", create_commit), ("create_repo", lambda *a, **k: Created())):
-            if hasattr(owner, name):
-                monkeypatch.setattr(owner, name, value)
-    monkeypatch.setattr(huggingface_hub.HfApi, "create_branch", lambda *a, **k: None)
-    if how == "push_to_hub":
-        tiny_drafter().push_to_hub("org/drafter", private=True)
-    else:
-        tiny_drafter().save_pretrained(tmp_path / "d", push_to_hub=True, repo_id="org/drafter", private=True)
+    with fake_hub(monkeypatch) as hub:
+        if how == "push_to_hub":
+            tiny_drafter().push_to_hub("org/drafter", private=True)
+        else:
+            tiny_drafter().save_pretrained(tmp_path / "d", push_to_hub=True, repo_id="org/drafter", private=True)
     code = [
         f"{name}_dflash.py"
         for name in ("choice", "configuration", "generation", "hub", "modeling", "statistics", "target")
     ]
     expected = [*code, "README.md", "config.json", "custom_generate/generate.py", "model.safetensors"]
-    assert uploaded == {"org/drafter": sorted(expected)}
+    assert sorted(hub.files["org/drafter"]) == sorted(expected)
+    assert hub.repositories["org/drafter"]["visibility"] == "private"

@@ -347,6 +347,8 @@ def test_copies_of_another_target_are_refused(tmp_path, target_folder):
         import_drafter(str(tmp_path / "out"), tmp_path / "back")
     done = import_drafter(str(tmp_path / "out"), tmp_path / "back", check_target=False)
     assert "not compared" in done.notes[0]
+    with pytest.raises(ValueError, match="`dflash-hub import` it first"):
+        export_drafter(str(tmp_path / "out"), tmp_path / "zlab")
 
 
 @pytest.mark.parametrize(
@@ -436,6 +438,25 @@ def test_a_dry_run_writes_nothing(tmp_path):
     done = import_drafter(str(tmp_path / "ours"), None, dry_run=True)
     assert len(done.lines) == 25 and ("fc.weight", "fc.weight") in done.lines
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_a_repository_on_the_hub_at_a_pinned_revision(tmp_path, monkeypatch):
+    """From the cache, offline, where every file is a link; the code that lies in the repository is not even downloaded."""
+    drafter = drafter_of(tmp_path / "ours")
+    export_drafter(str(tmp_path / "ours"), tmp_path / "zlab")
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    cached = tmp_path / "hub" / "models--z-lab--Tiny.v1-DFlash"
+    (cached / "blobs").mkdir(parents=True)
+    (cached / "snapshots" / commit).mkdir(parents=True)
+    for path in (tmp_path / "zlab").iterdir():
+        shutil.copy(path, cached / "blobs" / path.name)
+        (cached / "snapshots" / commit / path.name).symlink_to(f"../../blobs/{path.name}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    import_drafter("z-lab/Tiny.v1-DFlash", tmp_path / "back", revision=commit)
+    assert_same(tmp_path / "back", drafter)
+    with pytest.raises(OSError, match="cannot read 'z-lab/Tiny.v1-DFlash'"):
+        import_drafter("z-lab/Tiny.v1-DFlash", tmp_path / "other", revision="f" * 40)
 
 
 # ------------------------------------------------------------------------------------------------------------------
