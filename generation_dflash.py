@@ -216,7 +216,8 @@ class Decoding:
         kwargs, ids = self.call.model_kwargs, self.prompt
         every_layer = self.record.hidden_states is not None
         kwargs["output_hidden_states"] = True if every_layer else tap_request(self.candidates.target_layer_ids)
-        kwargs["output_attentions"] = True if self.record.attentions is not None else None
+        if self.record.attentions is None:
+            kwargs.pop("output_attentions", None)
         past = cached_length(kwargs.get(CACHE))
         mask = kwargs.get("attention_mask")
         known = mask.shape[1] if mask is not None else getattr(self.call.config, "_mask_length", ids.shape[1])

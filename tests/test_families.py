@@ -19,7 +19,7 @@ LLAMA31 = {
 FAMILIES = {
     "llama": {}, "llama 3.1": LLAMA31, "qwen2": {}, "qwen2_moe": {}, "qwen3": {}, "qwen3_moe": {}, "mistral": {},
     "mixtral": {}, "gemma2": {}, "gemma3_text": {}, "gpt_oss": {}, "phi3": {}, "olmo2": {}, "granite": {}, "smollm3": {},
-    "cohere2": {}, "glm4": {},
+    "cohere2": {}, "glm4": {}, "qwen3_5_moe": {}, "granitemoehybrid": {},
 }  # fmt: skip
 
 
