@@ -214,6 +214,7 @@ def bench(
     first: Annotated[
         bool, typer.Option("--first", help="The first prompts of a set instead of a seeded choice.")
     ] = False,
+    rows: Annotated[str | None, typer.Option(help="Also measure batches, as 2,4,8: plain and ours only.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to write per prompt and turn.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the choice of prompts and of sampling.")] = 0,
@@ -237,9 +238,7 @@ def bench(
         from .benchmark.server import Server, measure_server
 
         sets = [load_prompts(source, count, choice_seed) for source in sources]
-        levels = [int(level) for level in concurrency.split(",") if level.isdigit() and int(level) > 0]
-        if len(levels) != len(concurrency.split(",")):
-            raise ValueError(f"--concurrency {concurrency!r} is no list of positive numbers; write it as 1,2,4.")
+        levels = number_list(concurrency, "--concurrency")
         typer.echo(measure_server(output, Server(server, model), sets, levels, max_new_tokens, temperature, command))
         return
     from .benchmark.bench import Bench, run_bench
@@ -253,11 +252,24 @@ def bench(
         target or smollm2()[0], drafter or str(here), assistant, dtype, max_new_tokens, temperature, thinking
     )
     run_bench(output, models, methods.split(","), sources, count, choice_seed, seed, command)
+    if rows and models.state.is_main_process:
+        from .benchmark.prompts import load_prompts
+        from .benchmark.rows import measure_rows
+
+        sets = [load_prompts(source, count, choice_seed) for source in sources]
+        measure_rows(output, models, methods.split(","), sets, number_list(rows, "--rows"), seed)
     if models.state.is_main_process:
         typer.echo(write_report(output, compare))
         typer.echo(
             f"wrote {output}/report.md, {output}/summary.json and plots\nnext: dflash-hub bench --compare {output} ..."
         )
+
+
+def number_list(text: str, option: str) -> list[int]:
+    numbers = [int(part) for part in text.split(",") if part.isdigit() and int(part) > 0]
+    if len(numbers) != len(text.split(",")):
+        raise ValueError(f"{option} {text!r} is no list of positive numbers; write it as 1,2,4.")
+    return numbers
 
 
 app.command(epilog="\b\ndflash-hub regenerate --prompts demo --max-new-tokens 48 --output answers-demo")(

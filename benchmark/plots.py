@@ -9,12 +9,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 
-def plot(folder: Path, rows: list[dict], records: list[dict]):
+def plot(folder: Path, rows: list[dict], records: list[dict], batches: list[dict]):
     """Draw what the rows allow; a plot without data is not written."""
     _speedup_by_set(folder / "speedup.png", [row for row in rows if row["speedup"] and row["method"] != "plain"])
     _acceptance_by_slot(folder / "slots.png", [row for row in rows if row["slots"]])
     _time_split(folder / "time.png", [row for row in rows if row["share_draft"]])
     _speedup_by_context(folder / "context.png", records)
+    _speedup_by_rows(folder / "rows.png", [b for b in batches if b["speedup"] and b["method"] != "plain"])
 
 
 def _save(figure, path: Path):
@@ -96,4 +97,19 @@ def _speedup_by_context(path: Path, records: list[dict]):
     axes.set_xlabel("tokens of the prompt")
     axes.set_ylabel("speed-up over plain generate")
     axes.legend()
+    _save(figure, path)
+
+
+def _speedup_by_rows(path: Path, batches: list[dict]):
+    if not batches:
+        return
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for key in dict.fromkeys((b["set"], b["method"]) for b in batches):
+        points = sorted((b["rows"], b["speedup"]) for b in batches if (b["set"], b["method"]) == key)
+        axes.plot(*zip(*points), marker="o", label=", ".join(key))
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("rows")
+    axes.set_ylabel("speed-up over plain generate")
+    axes.legend(fontsize=7)
     _save(figure, path)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..hub_dflash import write_text
 from .bench import TIE, read_records, read_settings
+from .rows import summarise_rows
 
 DEFINITIONS = """\
 - **tau**: tokens that a round adds to the text, the target's own token included, over all rounds of a set. A round is one
@@ -156,6 +157,22 @@ def markdown(folder: Path, rows: list[dict], compare: Path | None) -> str:
                 ],
             )
         )  # fmt: skip
+    batches = summarise_rows(folder)
+    if batches:
+        parts.append("Rows: several prompts in one call; speed-up over plain `generate` of the same batch")
+        parts.append(
+            table(
+                ["set", "method", "rows", "batches", "tau", "tokens/s", "speed-up", "same text"],
+                [
+                    [
+                        b["set"], b["method"], b["rows"], b["batches"], "-" if b["tau"] is None else f"{b['tau']:.2f}",
+                        f"{b['tokens_per_second']:.1f}", "-" if b["speedup"] is None else f"{b['speedup']:.2f}",
+                        f"{b['same']} of {b['compared']}" if b["compared"] else "-",
+                    ]
+                    for b in batches
+                ],
+            )
+        )  # fmt: skip
     parts.append(f"Peak memory of the process: {max(row['peak_bytes'] for row in rows) / 2**20:.0f} MiB")
     if compare:
         parts.append(f"## Against {compare}\n\n" + comparison(folder, compare))
@@ -199,11 +216,14 @@ def write_report(folder: Path, compare: Path | None = None) -> str:
         raise ValueError(f"{folder} holds no record yet.")
     text = markdown(folder, rows, compare)
     write_text(folder / "report.md", text)
-    write_text(folder / "summary.json", json.dumps({**read_settings(folder), "rows": rows}, indent=1) + "\n")
+    write_text(
+        folder / "summary.json",
+        json.dumps({**read_settings(folder), "rows": rows, "batches": summarise_rows(folder)}, indent=1) + "\n",
+    )
     try:
         from .plots import plot
     except ImportError:
         text += "\nNo plots: they need matplotlib, `pip install 'dflash-hub[bench]'`.\n"
     else:
-        plot(folder, rows, read_records(folder))
+        plot(folder, rows, read_records(folder), summarise_rows(folder))
     return text

@@ -425,3 +425,27 @@ def test_acceptance_where_an_engine_says_it_otherwise_or_not_at_all():
         ),
         3.5,
     )
+
+
+def test_batches_are_measured_beside_plain_ones(models):
+    from dflash_hub.benchmark.prompts import load_prompts
+    from dflash_hub.benchmark.report import write_report
+    from dflash_hub.benchmark.rows import measure_rows, read_rows, summarise_rows
+
+    output = models / "rows"
+    run(models, output, ["plain", "ours-4"])
+    sets = [load_prompts(str(models / "words.jsonl"), 4, None)]
+    arguments = (output, bench_of(models), ["plain", "lookup", "ours-4"], sets, [2, 4], 0)
+    measure_rows(*arguments)
+    records = read_rows(output)
+    assert [(r["method"], r["rows"]) for r in records] == [
+        (method, rows) for rows, batches in ((2, 2), (4, 1)) for _ in range(batches) for method in ("plain", "ours-4")
+    ]
+    measure_rows(*arguments)
+    assert read_rows(output) == records
+    for entry in summarise_rows(output):
+        assert entry["same"] == entry["compared"] == entry["rows"] * entry["batches"]
+        assert (entry["tau"] is None) == (entry["method"] == "plain")
+    assert "| 4 | 1 |" in write_report(output) and (output / "rows.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match="words has 4 prompts, too few for 8 rows"):
+        measure_rows(*arguments[:4], [8], 0)

@@ -1,0 +1,132 @@
+"""Several rows at a time: plain `generate` and our loop on the same batches, at several numbers of rows."""
+
+import json
+import random
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+from ..statistics_dflash import Speculation
+
+METHODS = ("plain", "ours")  # of what `--methods` names; transformers' and z-lab's loops take one row
+
+
+def measure_rows(output: Path, bench, methods: list[str], sets: list, counts: list[int], seed: int):
+    """Add what `rows.jsonl` lacks: one line a method and batch. Methods take turns on every batch; the first one is warm-up.
+
+    Raises:
+        ValueError: a set has fewer prompts than a batch has rows.
+    """
+    methods = [name for name in methods if name.split("-")[0] in METHODS]
+    path = output / "rows.jsonl"
+    done = {(r["method"], r["set"], r["rows"], r["batch"]) for r in read_rows(output)}
+    warm = False
+    with path.open("a", encoding="utf-8") as file:
+        for name, prompts in sets:
+            for rows in counts:
+                if len(prompts) < rows:
+                    raise ValueError(f"{name} has {len(prompts)} prompts, too few for {rows} rows; raise --count.")
+                for batch in range(len(prompts) // rows):
+                    if all((method, name, rows, batch) in done for method in methods):
+                        continue
+                    inputs = batch_inputs(bench, prompts[batch * rows : (batch + 1) * rows])
+                    if not warm:
+                        for method in methods:
+                            run(bench, method, inputs, bench.settings | {"max_new_tokens": 8}, seed)
+                        warm = True
+                    order = [m for m in methods if m != "plain"]
+                    random.Random(batch).shuffle(order)
+                    plain = None
+                    for method in ["plain"] * ("plain" in methods) + order:
+                        text, seconds, speculation = run(bench, method, inputs, bench.settings, seed)
+                        plain = text if method == "plain" else plain
+                        same = (
+                            None if plain is None or bench.settings["do_sample"] else sum(map(list.__eq__, text, plain))
+                        )
+                        record = {
+                            "method": method, "set": name, "rows": rows, "batch": batch, "seconds": seconds, "same": same,
+                            "tokens": sum(map(len, text)),
+                            "rounds": speculation.acceptance_lengths if speculation else [],
+                        }  # fmt: skip
+                        if (method, name, rows, batch) not in done:
+                            file.write(json.dumps(record) + "\n")
+                    file.flush()
+
+
+def batch_inputs(bench, prompts: list[dict]) -> dict:
+    """Left-padded ids and mask of the first turns."""
+    encoded = [bench.inputs(row["messages"][:1])["input_ids"][0].tolist() for row in prompts]
+    width = max(map(len, encoded))
+    ends = bench.target.generation_config.eos_token_id
+    pad = next(
+        i for i in (bench.tokenizer.pad_token_id, *(ends if isinstance(ends, list) else [ends]), 0) if i is not None
+    )
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in encoded], device=bench.target.device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in encoded], device=bench.target.device)
+    return {"input_ids": ids, "attention_mask": mask, "pad_token_id": pad}
+
+
+def run(
+    bench, method: str, inputs: dict, settings: dict, seed: int
+) -> tuple[list[list[int]], float, Speculation | None]:
+    """(new tokens by row, seconds, statistics) of one call."""
+    arguments = {}
+    if method != "plain":
+        number = method.removeprefix("ours").removeprefix("-")
+        arguments = {"assistant_model": bench.drafter}
+        if number:
+            arguments["num_assistant_tokens"] = int(number) if number.isdigit() else number
+    torch.manual_seed(seed)
+    start = _now(bench.target.device)
+    output = bench.target.generate(**inputs, **settings, **arguments)
+    seconds = _now(bench.target.device) - start
+    ends = bench.target.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
+    texts = []
+    for ids in output[:, inputs["input_ids"].shape[1] :].tolist():
+        end = next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))
+        texts.append(ids[:end])
+    return texts, seconds, bench.drafter.last_speculation if arguments else None
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def read_rows(folder: Path) -> list[dict]:
+    """All complete lines."""
+    path, records = folder / "rows.jsonl", []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def summarise_rows(folder: Path) -> list[dict]:
+    """One entry a set, method and number of rows."""
+    groups = defaultdict(list)
+    for record in read_rows(folder):
+        groups[record["set"], record["method"], record["rows"]].append(record)
+    entries = []
+    for (name, method, rows), records in groups.items():
+        plain = {r["batch"]: r for r in groups.get((name, "plain", rows), [])}
+        pairs = [(plain[r["batch"]], r) for r in records if r["batch"] in plain]
+        lengths = [length for r in records for row in r["rounds"] for length in row]
+        seconds = sum(r["seconds"] for r in records)
+        compared = [r for r in records if r["same"] is not None]
+        entries.append(
+            {
+                "set": name, "method": method, "rows": rows, "batches": len(records),
+                "tokens_per_second": sum(r["tokens"] for r in records) / seconds,
+                "speedup": sum(p["seconds"] for p, _ in pairs) / sum(r["seconds"] for _, r in pairs) if pairs else None,
+                "tau": sum(lengths) / len(lengths) if lengths else None,
+                "same": sum(r["same"] for r in compared), "compared": rows * len(compared),
+            }
+        )  # fmt: skip
+    return entries
