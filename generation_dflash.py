@@ -224,20 +224,22 @@ class Decoding:
         whole = past > 0 and known == ids.shape[1]  # the text, what is cached included; else only what is new
         new = ids.shape[1] - past * whole
 
+        self.cache = kwargs.get(CACHE)
+        if past:
+            self._take_prefix(ids[:, :past] if whole else None, past)
         if self.call.config.prefill_chunk_size is not None and "inputs_embeds" not in kwargs:
             outputs = self._read_chunks(ids[:, -new:], past)
         else:
             outputs = self._with_cache(self.target._prefill(ids, self.call.config, kwargs))
             self.speculation.target_passes += 1
             self._take_features(outputs, kwargs.get("attention_mask"))
-        self.record.add_states(outputs, new, 0, None)
+        if self.record.wants_states:
+            self.record.add_states(outputs, new, 0, None)
         logits = outputs.logits[:, -1:].to(device=self.device, dtype=torch.float32, copy=True)  # (B, 1, V)
         self.cache = outputs[CACHE]
         del outputs  # the logits of a whole prompt can be large
 
         held = cached_length(self.cache) or past + new
-        if past:
-            self._take_prefix(ids[:, :past] if whole else None, past)
         self.inputs = RoundInputs(kwargs, self.rows, ids.shape[1], held, self.device)
         self.rollback = CacheRollback(self.cache, self.target)
         self._decide_how_rows_advance()
@@ -283,7 +285,7 @@ class Decoding:
         kept = take_context(self.cache, self.candidates, prefix, past)
         self.prefix = prefix if kept is None else kept.ids
         if kept is not None:
-            self.unread = [*kept.unread, *self.unread]
+            self.unread = kept.unread
         elif prefix is None or not self.call.read_prefix:
             self.candidates.start = past
         else:
@@ -295,9 +297,7 @@ class Decoding:
                 inputs["position_ids"] = positions[..., :past]
             if "logits_to_keep" in self.call.model_kwargs:
                 inputs["logits_to_keep"] = 1
-            unread, self.unread = self.unread, []
             self._take_features(self.target(**inputs, use_cache=False, return_dict=True), inputs.get("attention_mask"))
-            self.unread += unread
             self.speculation.target_passes += 1
             self.speculation.prefix_passes += 1
 
@@ -543,7 +543,8 @@ class Decoding:
             self.unread = []
         else:
             self.unread.append(Features(states, None if min(added) == most else added))
-        self.record.add_states(outputs, fed, most, self._keys_alone())
+        if self.record.wants_states:
+            self.record.add_states(outputs, fed, most, self._keys_alone())
 
         if recurrent is not None and most < fed and not recurrent.can_rerun:
             self._replay(fed, most)
