@@ -1,5 +1,6 @@
 """The command line through its real entry points."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -51,9 +52,8 @@ def test_a_dry_run_prints_the_mapping_and_card_and_export_say_what_is_next(tmp_p
     printed = run("export", tmp_path / "ours", tmp_path / "zlab")
     assert "--target-model-dir" in printed and "not tried" in printed and "plain Qwen3 model" in printed
     printed = run("import", tmp_path / "zlab", "--dry-run")
-    assert (
-        "layers.1.self_attn.q_proj.weight  layers.1.self_attn.q_proj.weight" in printed and '"block_causal"' in printed
-    )
+    assert re.search(r"layers.1.self_attn.q_proj.weight +layers.1.self_attn.q_proj.weight", printed)
+    assert '"block_causal"' in printed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["native", "ours", "zlab"]
     assert (
         "dflash-hub push" in run("card", tmp_path / "ours") and "## Serve" in (tmp_path / "ours/README.md").read_text()

@@ -617,6 +617,7 @@ def test_an_exception_in_the_middle_leaves_both_usable():
         ({"num_beam_groups": 2, "num_beams": 2}, "`num_beams=2`"),
         ({"constraints": [object()]}, "`constraints="),
         ({"force_words_ids": [[3]]}, r"`force_words_ids=\[\[3\]\]`"),
+        ({"inputs_embeds": torch.zeros(1, 3, 32), "prefill_chunk_size": 2}, "`prefill_chunk_size` reads token ids"),
         ({"is_assistant": True}, "`is_assistant=True`"),
         ({"speculation_type": "eagle"}, "`speculation_type='eagle'`"),
         ({CACHE: ((torch.zeros(1),),)}, "a tuple passed as"),
