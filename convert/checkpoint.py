@@ -171,7 +171,9 @@ def _safetensors_files(home: Path) -> dict[Path, set[str] | None]:
     """File to the names that the index promises of it, None where there is no index."""
     index = home / "model.safetensors.index.json"
     if not index.is_file():
-        return {path: None for path in sorted(home.glob("*.safetensors")) if path.is_file()}
+        single = home / "model.safetensors"
+        paths = [single] if single.is_file() else sorted(home.glob("*.safetensors"))
+        return {path: None for path in paths if path.is_file()}
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{index} has no `weight_map` from tensor to file.")
