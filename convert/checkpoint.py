@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import is_offline_mode, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 
@@ -148,7 +148,9 @@ def local_folder(source: str, revision: str | None = None, allow_pickle: bool = 
         raise OSError(f"{source} is a file; expected a folder or the id of a repository.")
     try:
         patterns = ["*.json", "*.safetensors", "*mask_embedding.pt", *(PICKLES if allow_pickle else ())]
-        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
+        # Offline is said aloud: some versions ask the Hub for the list of files first.
+        offline = is_offline_mode()
+        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns, local_files_only=offline))
     except HFValidationError as error:
         raise OSError(f"{source!r} is no folder here, and no id of a repository: {error}") from error
     except OSError as error:
