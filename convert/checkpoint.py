@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import is_offline_mode, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 
@@ -148,7 +148,9 @@ def local_folder(source: str, revision: str | None = None, allow_pickle: bool = 
         raise OSError(f"{source} is a file; expected a folder or the id of a repository.")
     try:
         patterns = ["*.json", "*.safetensors", "*mask_embedding.pt", *(PICKLES if allow_pickle else ())]
-        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
+        # Offline is said aloud: some versions ask the Hub for the list of files first.
+        offline = is_offline_mode()
+        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns, local_files_only=offline))
     except HFValidationError as error:
         raise OSError(f"{source!r} is no folder here, and no id of a repository: {error}") from error
     except OSError as error:
@@ -171,7 +173,9 @@ def _safetensors_files(home: Path) -> dict[Path, set[str] | None]:
     """File to the names that the index promises of it, None where there is no index."""
     index = home / "model.safetensors.index.json"
     if not index.is_file():
-        return {path: None for path in sorted(home.glob("*.safetensors")) if path.is_file()}
+        single = home / "model.safetensors"
+        paths = [single] if single.is_file() else sorted(home.glob("*.safetensors"))
+        return {path: None for path in paths if path.is_file()}
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{index} has no `weight_map` from tensor to file.")

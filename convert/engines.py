@@ -11,7 +11,7 @@ from .zlab import inexpressible
 
 # Engines that read z-lab's layout, by the word that `dflash-hub export --to` takes.
 TITLES = {"vllm": "vLLM", "sglang": "SGLang", "zlab": "z-lab's package"}
-TYPED = "The folder has the type of a plain Qwen3 model, and no code: it is for engines, not for AutoModel"
+TYPED = "An exported folder has the type of a plain Qwen3 model, and no code: it is for engines, not for AutoModel"
 
 
 def serve_command(engine: str, config: DFlashConfig, folder: str) -> str:

@@ -433,6 +433,23 @@ def test_a_newer_format_is_refused_with_what_to_do(tmp_path):
         DFlashDraftModel.from_pretrained(tmp_path / "ours")
 
 
+def test_other_files_beside_the_weights_are_none_of_a_drafters(tmp_path):
+    """As for transformers: what is named model.safetensors is the model. Without it, all files together are."""
+    drafter = drafter_of(tmp_path / "ours")
+    save_file({"prompts": torch.zeros(2)}, tmp_path / "ours" / "reference.safetensors")
+    import_drafter(str(tmp_path / "ours"), tmp_path / "back")
+    assert_same(tmp_path / "back", drafter)
+    tensors = load_file(tmp_path / "ours" / "model.safetensors")
+    for number, part in enumerate((sorted(tensors)[:9], sorted(tensors)[9:])):
+        save_file({name: tensors[name] for name in part}, tmp_path / "ours" / f"part-{number}.safetensors")
+    (tmp_path / "ours" / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="unexpected: prompts"):
+        import_drafter(str(tmp_path / "ours"), tmp_path / "again")
+    (tmp_path / "ours" / "reference.safetensors").unlink()
+    import_drafter(str(tmp_path / "ours"), tmp_path / "again")
+    assert_same(tmp_path / "again", drafter)
+
+
 def test_a_dry_run_writes_nothing(tmp_path):
     drafter_of(tmp_path / "ours")
     done = import_drafter(str(tmp_path / "ours"), None, dry_run=True)
