@@ -14,7 +14,7 @@ METHODS = ("plain", "ours")  # of what `--methods` names; transformers' and z-la
 
 
 def measure_rows(output: Path, bench, methods: list[str], sets: list, counts: list[int], seed: int):
-    """Add what `rows.jsonl` lacks: one line a method and batch. Methods take turns on every batch; the first one is warm-up.
+    """Add what `rows.jsonl` lacks: one line a method and batch. Plain goes first on every batch, as the yardstick, then the others in turns; a short warm-up goes before.
 
     Raises:
         ValueError: a set has fewer prompts than a batch has rows.
@@ -22,8 +22,9 @@ def measure_rows(output: Path, bench, methods: list[str], sets: list, counts: li
     methods = [name for name in methods if name.split("-")[0] in METHODS]
     path = output / "rows.jsonl"
     done = {(r["method"], r["set"], r["rows"], r["batch"]) for r in read_rows(output)}
-    warm = False
+    warm, cut = False, path.exists() and not path.read_bytes().endswith(b"\n")
     with path.open("a", encoding="utf-8") as file:
+        file.write("\n" * cut)
         for name, prompts in sets:
             for rows in counts:
                 if len(prompts) < rows:

@@ -52,7 +52,7 @@ def main(
     tokenizer = AutoTokenizer.from_pretrained(target)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     options = TrainOptions(target, answers, str(output), prompts=[prompt_source(p) for p in prompts or []])
-    found, _ = load_rows(answers, options, tokenizer)
+    found, _, _ = load_rows(answers, options, tokenizer)
     found = [row for row in found if row["id"].startswith(only)]
     random.Random(0).shuffle(found)
     data = [styled(row, tokenizer, max_length) for row in found[:rows]]

@@ -62,7 +62,7 @@ def test_answers_are_the_targets_greedy_text_with_exact_ids(tmp_path, target, to
         assert text[0, len(row["prompt_ids"]) :].tolist() == row["answer_ids"]
         ended += row["answer_ids"][-1] == END
         assert END not in row["answer_ids"][:-1]
-    assert 0 <= ended < 11
+    assert 0 < ended < 11
 
 
 def test_later_turns_are_answered_on_the_models_own_history(tmp_path, target, tokenizer):
@@ -94,6 +94,8 @@ def test_an_interrupted_run_continues_and_loses_no_row(tmp_path, target, tokeniz
     path = tmp_path / "answers.jsonl"
     assert len(read_answers(path)) == 8
     path.write_text(path.read_text() + '{"id": "p-9", "answer_')  # a line that was cut
+    before = path.read_bytes()
+    assert len(read_answers(path)) == 8 and path.read_bytes() == before, "a reader changes nothing"
     counts = run(tmp_path, target, tokenizer, prompts_of(16))
     assert counts["answers"] == 16 and len(read_answers(path)) == 16
     run(tmp_path / "whole", target, tokenizer, prompts_of(16))
@@ -145,6 +147,8 @@ def test_answers_without_prompts_are_joined_with_them_by_id(tmp_path, target, to
     compact.write_text('{"id": "p-0"}\n')
     with pytest.raises(ValueError, match="line 1: expected a row with `id` and `answer_ids`"):
         read_answers(compact)
+    compact.write_text((tmp_path / "answers.jsonl").read_text().rstrip("\n"))  # complete, without a newline at the end
+    assert read_answers(compact) == rows
 
 
 def test_prompts_from_files_and_data_sets(tmp_path, monkeypatch):

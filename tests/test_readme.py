@@ -64,7 +64,8 @@ def test_the_readmes_commands_run_one_after_the_other(tmp_path, monkeypatch):
         arguments = [PLACES.get(word, word) for word in command] + SMALLER.get(name, "").split()
         done = run(*arguments)
         # An untrained drafter accepts little, which `check` reports with exit code 1.
-        low = name == "check" and "FAIL acceptance" in done.output
+        failed = set(re.findall(r"^FAIL ([^:]*):", done.output, re.M))
+        low = name == "check" and failed <= {"acceptance", "likely cause"}
         assert done.exit_code == 0 or low, (command, done.output, done.exception)
         ran.add(name)
     assert {"init", "import", "export", "inspect", "regenerate", "train", "check", "align", "bench"} <= ran

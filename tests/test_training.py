@@ -17,7 +17,16 @@ from dflash_hub.training.blocks import (
     draw_anchors,
     layer_masks,
 )
-from dflash_hub.training.data import Collator, PackedRows, pack, placed, rows_of, split_held_out, usable_rows
+from dflash_hub.training.data import (
+    Collator,
+    PackedRows,
+    document_key,
+    pack,
+    placed,
+    rows_of,
+    split_held_out,
+    usable_rows,
+)
 from dflash_hub.training.features import FeatureCache, tapped_features
 from dflash_hub.training.identity import identify
 from dflash_hub.training.losses import BlockLoss, ReducedHead, chunked_sum, default_gamma, dpace_weights, slot_weights
@@ -336,7 +345,7 @@ def test_batches_place_every_token():
 def test_cached_features_are_those_of_the_step_and_refused_for_another_target(tmp_path):
     target, layers = tiny_target("qwen3"), [0, 1, 2]
     rows = [row_of(3, 4 + seed, seed) for seed in range(5)]
-    documents = {f"{row['id']}#0": row["prompt_ids"] + row["answer_ids"] for row in rows}
+    documents = {document_key(row): row["prompt_ids"] + row["answer_ids"] for row in rows}
 
     def compute(ids, mask):
         return tapped_features(target, ids, mask, layers)
@@ -417,9 +426,9 @@ def test_overfitting_eight_rows_reaches_more_than_nine_tenths_of_the_block(tmp_p
     trainer.train()
     after = evaluation.generate(target, drafter.eval(), [row["prompt_ids"] for row in answers[:8]], 24)
     assert after.num_accepted > 0.9 * after.num_drafted, after.tau
-    replayed, forced = evaluation.replay(target, drafter, answers[:8])
-    assert replayed == after or replayed.acceptance_lengths == after.acceptance_lengths
-    assert sum(forced) / len(forced) >= 1
+    replayed, _, first = evaluation.replay(target, drafter, answers[:8])
+    assert replayed.acceptance_lengths == after.acceptance_lengths
+    assert first > 0.9
 
 
 @pytest.mark.parametrize("end", [False, True])
@@ -435,13 +444,14 @@ def test_replayed_rounds_are_those_of_real_generation(target, answers, end):
     target.generation_config.eos_token_id, before = eos, target.generation_config.eos_token_id
     try:
         real = evaluation.generate(target, drafter, prompts, 24)
-        replayed, forced = evaluation.replay(target, drafter, rows, blocks_at_once=5)
+        replayed, forced, first = evaluation.replay(target, drafter, rows, blocks_at_once=5)
     finally:
         target.generation_config.eos_token_id = before
     assert real.num_accepted > 5
     assert replayed.acceptance_lengths == real.acceptance_lengths
     assert replayed.accepted == real.accepted and replayed.drafted == real.drafted
     assert len(forced) == sum(len(row["answer_ids"]) - 1 for row in rows)
+    assert 0.1 < first < 1
 
 
 def cut_at(row: dict, token: int) -> dict:
@@ -464,25 +474,33 @@ def half_trained(target, answers) -> DFlashDraftModel:
     return _half_trained["drafter"]
 
 
-def test_resumed_training_equals_uninterrupted(tmp_path, target, answers):
-    """Pitfall 82: 20 steps are 10 and, resumed in a new process's stead, 10 more: same losses, same weights."""
-    whole = trainer_of(
-        tmp_path / "whole", target, tiny_drafter(), answers[:8], answers[8:], gradient_accumulation_steps=2
-    )
+@pytest.mark.parametrize(("rows", "batch", "accumulate", "stop"), [(8, 4, 2, 10), (7, 2, 1, 6), (5, 1, 2, 4)])
+def test_resumed_training_equals_uninterrupted(tmp_path, target, answers, rows, batch, accumulate, stop):
+    """Pitfall 82: in the middle of an epoch, and where batches do not divide: same losses, same weights."""
+    fields = {
+        "gradient_accumulation_steps": accumulate, "per_device_train_batch_size": batch, "max_steps": 2 * stop,
+        "save_steps": stop,
+    }  # fmt: skip
+    data = (vary(answers[:rows]), answers[8:])
+    whole = trainer_of(tmp_path / "whole", target, tiny_drafter(), *data, **fields)
     whole.train()
-    first = trainer_of(
-        tmp_path / "part", target, tiny_drafter(), answers[:8], answers[8:], gradient_accumulation_steps=2
-    )
-    first.add_callback(StopAt(10))
+    first = trainer_of(tmp_path / "part", target, tiny_drafter(), *data, **fields)
+    first.add_callback(StopAt(stop))
     first.train()
-    second = trainer_of(
-        tmp_path / "part", target, tiny_drafter(seed=9), answers[:8], answers[8:], gradient_accumulation_steps=2
-    )
-    second.train(resume_from_checkpoint=str(tmp_path / "part" / "checkpoint-10"))
-    assert len(losses_of(whole)) == 20 and losses_of(second) == losses_of(whole)
-    assert len(set(losses_of(whole))) == 20
+    torch.manual_seed(99)  # another process has another state
+    second = trainer_of(tmp_path / "part", target, tiny_drafter(seed=9), *data, **fields)
+    second.train(resume_from_checkpoint=str(tmp_path / "part" / f"checkpoint-{stop}"))
+    assert len(losses_of(whole)) == 2 * stop and losses_of(second) == losses_of(whole)
+    assert len(set(losses_of(whole))) == 2 * stop
     for (name, one), (_, other) in zip(whole.model.named_parameters(), second.model.named_parameters()):
         assert one.equal(other), name
+    counts = [[e["anchors"] for e in t.state.log_history if "anchors" in e] for t in (whole, second)]
+    assert counts[0] == counts[1] and counts[0][-1] > 0
+
+
+def vary(rows: list[dict]) -> list[dict]:
+    """Answers of different lengths, so that grouping by length has something to do."""
+    return [row | {"answer_ids": row["answer_ids"][: 10 + 2 * i]} for i, row in enumerate(rows)]
 
 
 class StopAt(TrainerCallback):
@@ -517,7 +535,7 @@ def test_gradient_checkpointing_changes_no_gradient_and_recomputes(tmp_path, tar
 def test_offline_features_train_like_online_ones(tmp_path, target, answers, loss):
     layers = [0, 1, 2] + [3] * (loss == "kl")
     cache = FeatureCache(tmp_path / "features", identify(target), layers)
-    documents = {f"{row['id']}#0": row["prompt_ids"] + row["answer_ids"] for row in answers}
+    documents = {document_key(row): row["prompt_ids"] + row["answer_ids"] for row in answers}
     cache.fill(documents, lambda ids, mask: tapped_features(target, ids, mask, layers))
     losses = []
     for which in (None, cache):
@@ -587,3 +605,38 @@ def test_short_training_fine_tuned_on_long_texts_accepts_at_long_prompts(tmp_pat
     assert before < 1.6 and after > before + 0.7, (before, after)
     with pytest.raises(ValueError, match="--yarn needs a drafter with default RoPE"):
         long_context(served.config, None, 2.0)
+
+
+def test_a_compiled_block_mask_compiles_once():
+    """Pitfall 85: a new mask each step is no new program."""
+    from torch._dynamo.testing import CompileCounter
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    counter = CompileCounter()
+    create = torch.compile(create_block_mask, backend=counter)
+    rows, config = rows_of(batch_of([row_of(3, 9, 1)], width=32)), tiny_drafter().config
+    for seed in range(4):
+        anchors, valid = draw_anchors(rows, 4, generator(seed), fixed=True)
+        layer_masks(config, rows, anchors, valid, "flex_attention", create)
+    assert counter.frame_count == 1
+
+
+def test_a_batch_without_an_anchor_gives_no_loss(tmp_path, target, answers):
+    trainer = trainer_of(tmp_path, target, tiny_drafter(), answers[:2], answers[8:])
+    batch = batch_of([answers[0]])
+    batch["answer_mask"][:] = False
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    assert float(loss.detach()) == 0
+
+
+def test_features_are_kept_by_text_and_not_by_name(tmp_path):
+    target = tiny_target("qwen3")
+    cache = FeatureCache(tmp_path, identify(target), [0, 1])
+    one, other = row_of(3, 6, 1, "same"), row_of(3, 6, 2, "same")
+    for row in (one, other):
+        cache.fill(
+            {document_key(row): row["prompt_ids"] + row["answer_ids"]},
+            lambda ids, mask: tapped_features(target, ids, mask, [0, 1]),
+        )
+    assert not cache[document_key(one)].equal(cache[document_key(other)])

@@ -6,13 +6,15 @@ them with some of its old data (`run/`), and the better of old and new drafter e
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 
+from ..convert.card import RECORD, write_card
 from ..convert.folders import new_folder
 from ..hub_dflash import write_text
+from ..modeling_dflash import DFlashDraftModel
+from .check import read_record
 from .options import TrainOptions
-from .train import train
+from .train import read_log, train
 
 
 def align(options: TrainOptions, output: Path, command: str) -> str:
@@ -30,9 +32,12 @@ def align(options: TrainOptions, output: Path, command: str) -> str:
     before = first_evaluation(run / "log.jsonl")
     metric = "replayed_acceptance_length" if "replayed_acceptance_length" in after else "acceptance_length"
     better = after[metric] > before[metric]
-    source = run / "drafter" if better else Path(options.drafter)
+    source = str(run / "drafter") if better else options.drafter
     with new_folder(output / "drafter", force=(output / "drafter").exists()) as folder:
-        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*"))
+        DFlashDraftModel.from_pretrained(source, dtype="auto").save_pretrained(folder)
+        if record := read_record(source):
+            write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
+        write_card(folder)
     report = write_report(before, after, better, options, command)
     write_text(output / "report.md", report)
     write_text(
@@ -44,8 +49,7 @@ def align(options: TrainOptions, output: Path, command: str) -> str:
 
 def first_evaluation(log: Path) -> dict:
     """The evaluation before the first step."""
-    for line in log.read_text(encoding="utf-8").splitlines():
-        entry = json.loads(line)
+    for entry in read_log(log):
         if entry["step"] == 0 and "eval_acceptance_length" in entry:
             return {name.removeprefix("eval_"): value for name, value in entry.items() if name.startswith("eval_")}
     raise ValueError(f"{log} holds no evaluation before the first step; delete the run and start again.")

@@ -13,6 +13,7 @@ import json
 import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
 
 import torch
@@ -78,14 +79,16 @@ class RemoteTarget:
         }  # fmt: skip
         try:
             choice = self.server.request("/v1/completions", body)["choices"][0]
-        except (ValueError, KeyError, IndexError) as error:
+            if choice.get("token_ids"):
+                return choice["token_ids"]
+            text = choice["text"]
+        except (ValueError, KeyError, IndexError, OSError, HTTPException) as error:
             return error
-        if choice.get("token_ids"):
-            return choice["token_ids"]
         self.retokenized += 1
-        ids = self.tokenizer(choice["text"], add_special_tokens=False).input_ids
-        ended = choice.get("finish_reason") == "stop" and ids[-1:] != [self.tokenizer.eos_token_id]
-        return ids + [self.tokenizer.eos_token_id] * ended
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        end = self.tokenizer.eos_token_id
+        ended = choice.get("finish_reason") == "stop" and end is not None and ids[-1:] != [end]
+        return ids + [end] * ended
 
 
 def regenerate(
@@ -107,10 +110,13 @@ def regenerate(
     Returns:
         Counts: answers, answer tokens, failures.
     """
+    if not prompts:
+        raise ValueError("there is no prompt to answer.")
     repeated = [row_id for row_id, count in Counter(row["id"] for row in prompts).items() if count > 1]
     if repeated:
         raise ValueError(f"several prompts have the id {repeated[0]!r}, so their answers could not be told apart.")
     _open_folder(output, settings)
+    drop_cut_line(output / "answers.jsonl")
     answers = {(row["id"], row["turn"]): row["answer_ids"] for row in read_answers(output / "answers.jsonl")}
     failures = []
     rows = list(prompts)
@@ -126,7 +132,10 @@ def regenerate(
             due = []
             for row in rows:
                 key, earlier = (row["id"], turn), [(row["id"], t) for t in range(turn)]
-                if turn >= len(row["messages"]) or key in answers or not all(k in answers for k in earlier):
+                if turn >= len(row["messages"]) or key in answers:
+                    continue
+                if not all(k in answers for k in earlier):
+                    failures.append({"id": row["id"], "turn": turn, "reason": "an earlier turn has no answer"})
                     continue
                 try:
                     prompt_ids = encode(tokenizer, row["messages"], [answers[k] for k in earlier], thinking)
@@ -184,7 +193,7 @@ def batches_by_length(rows: list[tuple], batch_size: int):
 
 
 def read_answers(path: Path, prompts: dict[str, list[dict]] | None = None, tokenizer=None, thinking=None) -> list[dict]:
-    """Rows of a file of answers, complete ones only: a line that an interruption cut is made again.
+    """Rows of a file of answers. The last line may have been cut by an interruption, or be in the writing: it is left out.
 
     Args:
         prompts: messages by id, for files that name prompts without repeating them; with the target's tokenizer.
@@ -194,14 +203,15 @@ def read_answers(path: Path, prompts: dict[str, list[dict]] | None = None, token
     """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    rows = []
+    rows, lines = [], path.read_text(encoding="utf-8").splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
-        if number == len(lines) and not line.endswith("\n"):
-            write_text(path, "".join(lines[:-1]))
-            break
-        row = json.loads(line)
-        if not row.get("answer_ids"):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            if number == len(lines):  # an interruption, or somebody who writes just now
+                break
+            row = None
+        if not isinstance(row, dict) or "id" not in row or not row.get("answer_ids"):
             raise ValueError(f"{path}, line {number}: expected a row with `id` and `answer_ids`, got {line[:80]!r}.")
         row.setdefault("turn", 0)
         if "prompt_ids" not in row:
@@ -213,6 +223,14 @@ def read_answers(path: Path, prompts: dict[str, list[dict]] | None = None, token
             row["prompt_ids"] = encode(tokenizer, prompts[row["id"]], [], thinking)
         rows.append(row)
     return rows
+
+
+def drop_cut_line(path: Path):
+    """Remove what an interruption left of a line, so that the next one is not glued to it. For the writer only."""
+    text = path.read_bytes() if path.exists() else b""
+    if text and not text.endswith(b"\n"):
+        with path.open("r+b") as file:
+            file.truncate(text.rfind(b"\n") + 1)
 
 
 def answer_settings(target: str, identity: dict | None, tokenizer, thinking: bool | None, generation: dict) -> dict:

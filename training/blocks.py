@@ -52,7 +52,7 @@ def draw_anchors(
     possible &= rows.document_ids[:, :-1] == rows.document_ids[:, 1:]
     count = min(num_anchors, possible.shape[1])
     if not fixed:
-        count = min(count, int(possible.sum(1).max()))
+        count = max(1, min(count, int(possible.sum(1).max())))  # a row without any gets one of padding
     scores = torch.rand(possible.shape, generator=generator).to(possible.device)
     scores, anchors = scores.masked_fill(~possible, -1.0).topk(count, dim=1)
     valid = scores >= 0
@@ -135,7 +135,11 @@ class Visibility:
         """The same as a block mask without a dimension of heads, which would multiply its memory."""
         batch, blocks = self.anchors.shape
         queries = blocks * self.block_size
-        return create(self, batch, None, queries, self.length + queries, device=self.anchors.device)
+
+        def rule(b, h, q, kv):  # a function: a compiled `create` would compile again for every new object
+            return self(b, h, q, kv)
+
+        return create(rule, batch, None, queries, self.length + queries, device=self.anchors.device)
 
 
 def layer_masks(config, rows: Rows, anchors, valid, backend: str, create=create_block_mask) -> list:

@@ -13,6 +13,9 @@ from .options import TrainOptions
 DEFAULT = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
 
 
+RECORDED = ("data", "weights")  # of `run.yaml`, and no options
+
+
 def typed_command() -> str:
     return " ".join(["dflash-hub", *sys.argv[1:]])
 
@@ -23,6 +26,12 @@ def from_file(context: typer.Context, path: Path | None) -> Path | None:
         import yaml
 
         stated = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        # A run's own `run.yaml` can be passed as it is.
+        stated = {name: value for name, value in stated.items() if name not in RECORDED and value is not None}
+        if isinstance(stated.get("taps"), list):
+            stated["taps"] = ",".join(map(str, stated["taps"]))
+        if "arguments" in stated:
+            stated["argument"] = [f"{name}={value}" for name, value in stated.pop("arguments").items()]
         names = {parameter.name for parameter in context.command.params}
         unknown = sorted(set(stated) - names)
         if not isinstance(stated, dict) or unknown:
@@ -163,6 +172,9 @@ def train(
     gradient_checkpointing: Annotated[bool, Option("--gradient-checkpointing", help="Less memory, more time.")] = False,
     seed: Annotated[int, Option(help="Of everything drawn.")] = DEFAULT["seed"],
     thinking: Annotated[bool | None, Option(help="Thinking mode that the answers were made in.")] = None,
+    greedy: Annotated[
+        bool | None, Option("--greedy-answers/--sampled-answers", help="Where the answers' settings do not say it.")
+    ] = None,
     argument: Annotated[
         list[str] | None, Option(help="NAME=VALUE of transformers' TrainingArguments, as report_to=wandb; repeatable.")
     ] = None,
@@ -179,6 +191,8 @@ def train(
     figures = run(TrainOptions(**values), typed_command(), resume)
     if figures:
         typer.echo(json_lines(figures))
+        if "teacher_forced_acceptance_length" in figures:
+            typer.echo("(teacher-forced is higher than real: anchors at random meet long accepted runs more often)")
         typer.echo(
             f"wrote {output}/drafter, {output}/curves.png\n"
             f"next: dflash-hub bench --target {values['target']} --drafter {output}/drafter --output bench-run"
@@ -271,8 +285,12 @@ def align(
     thinking: Annotated[bool | None, Option(help="Thinking mode of the target's template, where it has one.")] = None,
 ):
     """Follow a target that was fine-tuned, quantised or merged: answers, fine-tuning, and the better drafter kept."""
+    import accelerate
+
     from .align import align as run
 
+    if accelerate.PartialState().num_processes > 1:
+        raise ValueError("align runs in one process; train in many with `dflash-hub train --drafter`.")
     answers = output / "answers"
     regenerate(
         prompts=prompts, output=answers, target=target, server=None, model=None, column=column, count=count,

@@ -26,7 +26,7 @@ from .data import Collator, PackedRows
 from .losses import BlockLoss, default_gamma
 from .options import TrainOptions
 from .train import load_target, training_arguments
-from .trainer import DFlashTrainer
+from .trainer import DFlashTrainer, checkpoint_activations
 
 BASE = {"num_anchors": 64, "block_size": 8, "length": 256, "layers": 3, "gradient_checkpointing": False}
 # One thing varies at a time.
@@ -51,7 +51,7 @@ def measure(
         init_drafter(target, f"{folder}/start", layers, block_size)
         drafter = DFlashDraftModel.from_pretrained(f"{folder}/start", dtype=torch.float32)
         if gradient_checkpointing:
-            drafter.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(drafter)
         before = peak_bytes()
         options = TrainOptions(target, [], folder, max_steps=steps, batch_size=1)
         arguments = training_arguments(options, 1, Path(folder))

@@ -1,5 +1,6 @@
 """From rows of answers to batches: held-out rows, packing, padding."""
 
+import hashlib
 import random
 from collections.abc import Iterable
 
@@ -11,7 +12,9 @@ from .features import FeatureCache, pad_documents
 
 
 def document_key(row: dict) -> str:
-    return f"{row['id']}#{row['turn']}"
+    """Of the text itself: two answers to one prompt, or one answer cut at two lengths, are different documents."""
+    ids = torch.tensor(row["prompt_ids"] + row["answer_ids"], dtype=torch.int64)
+    return hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:24]
 
 
 def usable_rows(rows: Iterable[dict], max_length: int) -> tuple[list[dict], dict[str, int]]:
@@ -54,10 +57,11 @@ class PackedRows(Dataset):
         return len(self.packs)
 
     def __getitem__(self, index: int) -> dict:
-        documents = self.packs[index]
-        # The length of `input_ids` is what transformers' sampler groups by.
-        input_ids = [token for row in documents for token in row["prompt_ids"] + row["answer_ids"]]
-        return {"documents": documents, "input_ids": input_ids}
+        return {"documents": self.packs[index]}
+
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return [sum(map(row_length, documents)) for documents in self.packs]
 
 
 def row_length(row: dict) -> int:
@@ -130,7 +134,7 @@ class Collator:
         else:
             keys = [document_key(row) for documents in packs for row in documents]
             features = [self.cache[key] for key in keys]
-            batch["features"] = torch.cat([f[: len(text)] for f, text in zip(features, texts)])
+            batch["features"] = torch.cat(features)
         return batch
 
 

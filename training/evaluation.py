@@ -8,10 +8,12 @@
   but counted from each of its tokens, so random anchors see the easy places more often than rounds start there.
 """
 
+import statistics
+
 import torch
 
 from ..statistics_dflash import Speculation
-from ..target_dflash import raw_embeddings
+from ..target_dflash import embedding_rows, raw_embeddings
 from .blocks import block_ids, block_labels, block_positions, layer_masks
 from .data import Collator, placed, rows_of
 from .features import tapped_features
@@ -23,14 +25,15 @@ def end_tokens(target) -> set[int]:
 
 
 @torch.no_grad()
-def replay(target, drafter, rows: list[dict], blocks_at_once: int = 64) -> tuple[Speculation, list[int]]:
+def replay(target, drafter, rows: list[dict], blocks_at_once: int = 64) -> tuple[Speculation, list[int], float]:
     """Replayed and teacher-forced acceptance over answers that the target wrote greedily.
 
     Returns:
-        (speculation, forced): the rounds, one row of statistics an answer; and the acceptance length at every anchor.
+        (speculation, forced, first): the rounds, one row of statistics an answer; the acceptance length at every anchor;
+        and the share of anchors at which the first drafted token is right.
     """
     slots, ends = drafter.config.block_size - 1, end_tokens(target)
-    replayed, forced = Speculation([], [], []), []
+    replayed, forced, first = Speculation([], [], []), [], []
     for row in rows:
         batch = {name: t.to(target.device) for name, t in Collator()([{"documents": [row]}]).items()}
         right = right_drafts(target, drafter, batch, blocks_at_once)
@@ -46,7 +49,8 @@ def replay(target, drafter, rows: list[dict], blocks_at_once: int = 64) -> tuple
         for into, values in zip((replayed.acceptance_lengths, replayed.drafted, replayed.accepted), zip(*rounds)):
             into.append(list(values))
         forced += [min(count + 1, last - anchor) for anchor, count in enumerate(right)]
-    return replayed, forced
+        first += [count > 0 for count in right]
+    return replayed, forced, statistics.mean(first) if first else float("nan")
 
 
 def right_drafts(target, drafter, batch: dict, blocks_at_once: int, layer_ids: list[int] | None = None) -> list[int]:
@@ -72,7 +76,8 @@ def right_drafts(target, drafter, batch: dict, blocks_at_once: int, layer_ids: l
             position_ids=block_positions(rows, anchors, config.block_size),
         ).last_hidden_state
         hidden = hidden.unflatten(1, (-1, config.block_size))[0, :, 1:]  # (N, K - 1, H)
-        drafts = drafter.draft_logits(hidden.to(target.dtype), head).argmax(-1)
+        logits = drafter.draft_logits(hidden.to(target.dtype), head)
+        drafts = logits[..., : embedding_rows(target)].argmax(-1)  # a padded head has rows that are no tokens
         labels, supervised = block_labels(rows, anchors, valid, config.block_size)
         right = (drafts == labels[0]) & supervised[0]
         counts += right.long().cumprod(1).sum(1).tolist()

@@ -46,4 +46,5 @@ class TrainOptions:
     gradient_checkpointing: bool = False
     seed: int = 0
     thinking: bool | None = None
+    greedy: bool | None = None  # whether the answers are greedy ones; None: as their settings say
     arguments: dict = field(default_factory=dict)  # further TrainingArguments

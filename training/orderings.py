@@ -132,13 +132,13 @@ def run_variant(variant: Variant, base: TrainOptions, target, tokenizer, trainin
             "block_size": variant.serve_block, "num_draft_tokens": variant.serve_block - 1
         }  # fmt: skip
         served = DFlashDraftModel.from_pretrained(Path(folder) / "end", dtype=target.dtype, **serve).eval()
-    speculation, forced = replay(target, served, held_out)
+    speculation, _, first = replay(target, served, held_out)
     by_answer = [statistics.mean(lengths) for lengths in speculation.acceptance_lengths]
     return {
         "variant": variant.name, "steps": steps, "seconds": round(spent), "tau": round(speculation.tau, 3),
         "error": round(statistics.stdev(by_answer) / len(by_answer) ** 0.5, 3),
         "slots": [round(share, 3) for share in speculation.slot_acceptance],
-        "first_slot_right": round(statistics.mean(length > 1 for length in forced), 3),
+        "first_slot_right": round(first, 3),
         "parameters": sum(p.numel() for p in served.parameters()),
     }  # fmt: skip
 
@@ -174,7 +174,7 @@ def main(
         features=str(output / "features"), dtype="bfloat16", bf16=True, max_length=800, learning_rate=6e-4,
     )  # fmt: skip
     target, tokenizer = load_target(base.target, base.dtype)
-    found, _ = load_rows(answers, base, tokenizer)
+    found, _, _ = load_rows(answers, base, tokenizer)
     found, _ = usable_rows([row for row in found if row["id"].startswith(only)], base.max_length)
     random.Random(0).shuffle(found)
     training, measured = split_held_out(found[: rows + held_out], held_out, 0)

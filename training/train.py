@@ -7,6 +7,7 @@ A run's folder holds `run.yaml` (every option as resolved), `start/` (the untrai
 import dataclasses
 import hashlib
 import json
+import math
 import platform
 import random
 import time
@@ -33,12 +34,12 @@ from ..hub_dflash import write_text
 from ..modeling_dflash import DFlashDraftModel
 from ..target_dflash import check_pair
 from .answers import read_answers
-from .data import Collator, PackedRows, document_key, row_length, split_held_out, usable_rows
+from .data import Collator, PackedRows, document_key, split_held_out, usable_rows
 from .features import FeatureCache, check_teacher, tapped_features
-from .identity import identify, template_fingerprint
+from .identity import identify, same_target, template_fingerprint
 from .losses import BlockLoss, ReducedHead, default_gamma
 from .options import TrainOptions
-from .trainer import DFlashTrainer, evaluate
+from .trainer import DFlashTrainer, checkpoint_activations, evaluate
 
 
 def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
@@ -50,56 +51,58 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
     if find_spec("matplotlib") is None:  # better now than after hours
         raise ValueError("the curves of a run need matplotlib: pip install 'dflash-hub[train]'.")
     started = time.monotonic()
-    output = Path(options.output)
+    output, state = Path(options.output), accelerate.PartialState()
     target, tokenizer = load_target(options.target, options.dtype)
-    rows, files = load_rows(options.answers, options, tokenizer)
+    rows, files, greedy = load_rows(options.answers, options, tokenizer, identify(target))
     rows, dropped = usable_rows(rows, options.max_length)
     training, held_out = split_held_out(rows, options.held_out, options.seed)
     if options.rehearsal:
-        old, old_files = load_rows(options.rehearsal, options, tokenizer, check=False)
+        old, old_files, _ = load_rows(options.rehearsal, options, tokenizer)
         old, _ = usable_rows([row for row in old if row["id"] not in {r["id"] for r in held_out}], options.max_length)
         random.Random(options.seed).shuffle(old)
         training, files = training + old[: round(options.rehearsal_share * len(training))], files + old_files
 
-    state = accelerate.PartialState()
-    with state.main_process_first():  # which writes the fresh one
-        drafter = starting_drafter(options, output)
-    check_pair(drafter, target)
+    # All that can be wrong with the options comes before anything is written.
     attention = options.attention or ("flex_attention" if torch.cuda.is_available() else "sdpa")
-    drafter.set_attn_implementation(attention)
-    if options.gradient_checkpointing:
-        # Renamed in transformers 5.24.
-        enable = getattr(drafter, "activation_checkpointing_enable", None) or drafter.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-    block_size = drafter.config.block_size
-    gamma = default_gamma(block_size) if options.gamma is None else (options.gamma or None)
-    loss = BlockLoss(options.loss, gamma)
-    if loss.needs_teacher:
-        check_teacher(target)
-    if state.is_main_process:
-        _open_run(output, options, resume, attention=attention, gamma=gamma)
-
-    cache = None
-    if options.features:
-        with state.main_process_first():
-            cache = fill_cache(options, target, drafter, loss, training)
-    fixed = attention == "flex_attention"
-    width = (options.pack_length or max(map(row_length, training))) if fixed else None
-    reduced_head = None
+    config = planned_config(options)
+    if options.gamma is not None and options.loss == "dpace":
+        raise ValueError("--gamma is the decay of ce, kl and tv; dpace has weights of its own.")
+    if options.patience is not None and not options.eval_prompts:
+        raise ValueError("--patience needs evaluations: raise --eval-prompts above 0.")
     if options.vocabulary not in ("full", "answers"):
         raise ValueError(f"--vocabulary {options.vocabulary!r} is neither full nor answers.")
+    gamma = default_gamma(config.block_size) if options.gamma is None else options.gamma
+    loss = BlockLoss(options.loss, gamma or None)
+    if loss.needs_teacher:
+        check_teacher(target)
+    dataset = PackedRows(training, options.pack_length, options.seed)
+    fixed = attention == "flex_attention"
+    arguments = training_arguments(options, len(dataset), output, fixed)
+    reduced_head = None
     if options.vocabulary == "answers":
         used = torch.tensor(sorted({token for row in training for token in row["answer_ids"]}), device=target.device)
         reduced_head = ReducedHead(target.get_output_embeddings(), used, options.negatives)
 
+    if state.is_main_process:
+        data = [file["sha256"] for file in files]
+        _open_run(
+            output, options, resume, attention=attention, gamma=gamma, data=data, weights=identify(target)["weights"]
+        )
+    with state.main_process_first():  # which writes a fresh drafter, and the features
+        drafter = starting_drafter(options, output)
+        check_pair(drafter, target)
+        cache = fill_cache(options, target, drafter, loss, training) if options.features else None
+    drafter.set_attn_implementation(attention)
+    if options.gradient_checkpointing:
+        checkpoint_activations(drafter)
+    width = (options.pack_length or max(dataset.lengths())) if fixed else None
+
     callbacks = [LogFile(output / "log.jsonl")]
     if options.patience is not None:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=options.patience))
-    dataset = PackedRows(training, options.pack_length, options.seed)
-    arguments = training_arguments(options, len(dataset), output)
     trainer = DFlashTrainer(
         drafter, target, arguments, dataset, Collator(cache, width), loss, options.num_anchors, held_out,
-        options.eval_prompts, options.eval_new_tokens, reduced_head=reduced_head,
+        options.eval_prompts, options.eval_new_tokens, greedy_answers=greedy, reduced_head=reduced_head,
         callbacks=callbacks,
     )  # fmt: skip
     if trainer.is_world_process_zero():
@@ -117,7 +120,7 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
         drafter = drafter.to(target.device).eval()
         drafter.set_attn_implementation("sdpa")
         rounded = drafter.to(target.dtype)  # what is served: bfloat16 weights, run in the target's dtype
-        figures = evaluate(target, rounded, trainer.eval_rows, held_out, options.eval_new_tokens)
+        figures = evaluate(target, rounded, trainer.eval_rows, held_out if greedy else [], options.eval_new_tokens)
         drafter = rounded.to(torch.bfloat16)
         drafter.config.target_name_or_path = drafter.config.target_name_or_path or options.target
         if options.thinking is not None:
@@ -137,16 +140,20 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
             "recipe": {
                 name: value for name, value in dataclasses.asdict(options).items()
                 if name not in ("target", "answers", "rehearsal", "output", "prompts", "features")
-            } | {"gamma": gamma, "attention": attention},
+            } | {
+                "gamma": gamma, "attention": attention, "layers": drafter.config.num_hidden_layers,
+                "block_size": drafter.config.block_size, "taps": drafter.config.target_layer_ids,
+            },
             "environment": environment(),
             "result": {
                 "steps": trainer.state.global_step, "best_step": best_step, "epochs": trainer.state.epoch,
-                "seconds": round(time.monotonic() - started), "anchors": trainer.anchors_seen,
+                "seconds": round(spent_before(output) + time.monotonic() - started),
+                "anchors": next((e["anchors"] for e in reversed(trainer.state.log_history) if "anchors" in e), 0),
                 "evaluation": {
                     "prompts": len(trainer.eval_rows), "max_new_tokens": options.eval_new_tokens,
                     "acceptance_by_slot": [v for name, v in figures.items() if name.startswith("acceptance_slot_")],
                     **{name: v for name, v in figures.items() if not name.startswith("acceptance_slot_")},
-                },
+                } if options.eval_prompts else None,
             },
         }  # fmt: skip
         with new_folder(output / "drafter", force=(output / "drafter").exists()) as folder:
@@ -165,38 +172,57 @@ def load_target(name: str, dtype: str):
 
 
 def load_rows(
-    sources: list[str], options: TrainOptions, tokenizer, check: bool = True
-) -> tuple[list[dict], list[dict]]:
-    """(rows, files): the answers, and what they were read from.
+    sources: list[str], options: TrainOptions, tokenizer, identity: dict | None = None
+) -> tuple[list[dict], list[dict], bool]:
+    """(rows, files, greedy): the answers, what they were read from, and whether they are known to be greedy ones.
 
     Args:
-        check: that template and thinking mode are those of this run.
+        identity: of the target, to refuse answers of another; None takes any.
 
     Raises:
-        ValueError: answers made with another chat template or thinking mode than stated here.
+        ValueError: answers made with another chat template or thinking mode, or by another target; or two answers to one turn.
     """
     prompts = {row["id"]: row["messages"] for source in options.prompts for row in read_prompts(source)}
-    rows, files = [], []
+    rows, files, greedy = {}, [], []
     for source in map(Path, sources):
         path = source / "answers.jsonl" if source.is_dir() else source
         if not path.is_file():
             raise ValueError(f"no answers at {path}; make them with `dflash-hub regenerate`.")
         settings_path = path.parent / "settings.json"
-        if check and path.name == "answers.jsonl" and settings_path.is_file():
-            settings = json.loads(settings_path.read_text(encoding="utf-8"))
+        settings = json.loads(settings_path.read_text(encoding="utf-8")) if settings_path.is_file() else None
+        greedy.append(settings is not None and not settings["generation"].get("do_sample", True))
+        if settings is not None and identity is not None:
             for name, here in (("template", template_fingerprint(tokenizer)), ("thinking", options.thinking)):
                 if settings[name] != here:
                     raise ValueError(
                         f"{path} was made with {name} {settings[name]!r}, the target here has {here!r}. A drafter trained on "
                         "another one accepts little: pass the same, or make the answers again."
                     )
+            made = settings["identity"]
+            if made and made["dtype"] == identity["dtype"] and not same_target(made, identity):
+                raise ValueError(
+                    f"{path} was answered by a target with other weights ({made['weights']}, here {identity['weights']}). A "
+                    "drafter learns its target's own words: make the answers again, or pass these as --rehearsal."
+                )
         found = read_answers(path, prompts or None, tokenizer, options.thinking)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         tokens = sum(len(row["answer_ids"]) for row in found)
         files.append({"name": path.name, "rows": len(found), "answer_tokens": tokens, "sha256": digest})
-        rows += found
-    unique = {document_key(row): row for row in rows}
-    return list(unique.values()), files
+        for row in found:
+            first = rows.setdefault((row["id"], row["turn"]), row)
+            if first["prompt_ids"] != row["prompt_ids"]:
+                raise ValueError(f"{path}: two different prompts have the id {row['id']!r}; make the ids unique.")
+    return list(rows.values()), files, all(greedy) if options.greedy is None else options.greedy
+
+
+def planned_config(options: TrainOptions) -> DFlashConfig:
+    """The config that the drafter will have, nothing written yet."""
+    if options.drafter is not None:
+        return DFlashConfig.from_pretrained(options.drafter)
+    return init_drafter(
+        options.target, None, options.layers, options.block_size, options.taps, options.window, options.mask_token,
+        options.from_target_layers, seed=options.seed,
+    ).config  # fmt: skip
 
 
 def starting_drafter(options: TrainOptions, output: Path) -> DFlashDraftModel:
@@ -257,29 +283,34 @@ def fill_cache(options: TrainOptions, target, drafter, loss: BlockLoss, rows: li
     return cache
 
 
-def training_arguments(options: TrainOptions, num_packs: int, output: Path) -> TrainingArguments:
+def training_arguments(options: TrainOptions, num_packs: int, output: Path, fixed: bool = False) -> TrainingArguments:
     """The paper's recipe (section 5.1: AdamW, cosine, warm-up, clipping) in transformers' terms."""
     per_step = options.batch_size * options.accumulate * accelerate.PartialState().num_processes
-    steps = options.max_steps if options.max_steps > 0 else max(1, int(options.epochs * num_packs / per_step))
+    steps = options.max_steps if options.max_steps > 0 else math.ceil(options.epochs * math.ceil(num_packs / per_step))
     every = max(1, steps // max(1, options.evaluations))
     fields = {
         "output_dir": str(output / "checkpoints"), "max_steps": options.max_steps, "num_train_epochs": options.epochs,
         "per_device_train_batch_size": options.batch_size, "gradient_accumulation_steps": options.accumulate,
         "learning_rate": options.learning_rate, "lr_scheduler_type": "cosine", "warmup_steps": round(options.warmup * steps),
         "max_grad_norm": 1.0, "weight_decay": 0.0, "adam_beta2": 0.95, "bf16": options.bf16,
-        "train_sampling_strategy": "random" if options.pack_length else "group_by_length", "length_column_name": "length",
+        "dataloader_drop_last": fixed and num_packs > options.batch_size, "ddp_find_unused_parameters": False,
         "remove_unused_columns": False, "label_names": [], "seed": options.seed, "data_seed": options.seed,
         "logging_steps": max(1, min(10, steps // 10)), "report_to": "none", "disable_tqdm": None,
         "eval_strategy": "steps" if options.eval_prompts else "no", "eval_steps": every,
         "save_strategy": "steps", "save_steps": every, "save_total_limit": 2,
-        "load_best_model_at_end": False, "metric_for_best_model": "acceptance_length", "greater_is_better": True,
+        "load_best_model_at_end": False, "restore_callback_states_from_checkpoint": True, "metric_for_best_model": "acceptance_length", "greater_is_better": True,
         "use_cpu": not torch.accelerator.is_available(),
     }  # fmt: skip
     known = {f.name for f in dataclasses.fields(TrainingArguments)}
     unknown = sorted(set(options.arguments) - known)
     if unknown:
         raise ValueError(f"{unknown} are no fields of transformers' TrainingArguments.")
-    return TrainingArguments(**fields | options.arguments)
+    made = TrainingArguments(**fields | options.arguments)
+    if made.n_gpu > 1:
+        made._n_gpu = (
+            1  # else transformers splits a batch over all GPUs, masks left out; several need `accelerate launch`
+        )
+    return made
 
 
 def last_checkpoint(output: Path) -> str | None:
@@ -319,6 +350,22 @@ class LogFile(TrainerCallback):
                 file.write(json.dumps({"step": state.global_step} | logs) + "\n")
 
 
+def read_log(path: Path) -> list[dict]:
+    """All complete lines."""
+    entries = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            entries.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return entries
+
+
+def spent_before(output: Path) -> float:
+    """Seconds of training that earlier parts of a resumed run logged."""
+    return sum(entry.get("train_runtime", 0.0) for entry in read_log(output / "log.jsonl")[:-1])
+
+
 def draw_curves(log: Path, picture: Path):
     """Loss, and acceptance lengths of training, replay and real generation, over steps."""
     import matplotlib
@@ -326,9 +373,9 @@ def draw_curves(log: Path, picture: Path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    entries = {entry["step"]: {} for entry in map(json.loads, log.read_text(encoding="utf-8").splitlines())}
-    for entry in map(json.loads, log.read_text(encoding="utf-8").splitlines()):
-        entries[entry["step"]] |= entry  # a resumed run writes some steps again
+    entries: dict[int, dict] = {}
+    for entry in read_log(log):
+        entries.setdefault(entry["step"], {}).update(entry)  # a resumed run writes some steps again
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
 
     def curve(axes, name: str, label: str, style: str):
@@ -339,8 +386,8 @@ def draw_curves(log: Path, picture: Path):
     curve(left, "loss", "training loss", "-")
     left.set_xlabel("step")
     left.set_ylabel("loss")
-    curve(right, "teacher_forced_tau", "training batches, random anchors", "-")
-    curve(right, "eval_teacher_forced_acceptance_length", "held out, all anchors", "--")
+    curve(right, "teacher_forced_tau", "training batches, random anchors (higher)", "-")
+    curve(right, "eval_teacher_forced_acceptance_length", "held out, all anchors (higher than real)", "--")
     curve(right, "eval_replayed_acceptance_length", "held out, replayed rounds", "o-")
     curve(right, "eval_acceptance_length", "held out, real generation", "s-")
     right.set_xlabel("step")

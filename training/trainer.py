@@ -4,7 +4,9 @@ import statistics
 
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils.data import Sampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from ..modeling_dflash import DFlashDraftModel
 from ..target_dflash import raw_embeddings
@@ -16,6 +18,31 @@ from .losses import BlockLoss, ReducedHead, chunked_sum
 
 # Slots whose logits exist at one time: on a vocabulary of 150 thousand, 1.2 GB in float32.
 CHUNK_SLOTS = 2048
+
+
+class LengthGroupedBatches(Sampler):
+    """Rows of similar length in a batch, in an order that depends on seed and epoch only, so that a run can be resumed in it."""
+
+    def __init__(self, dataset: PackedRows, batch_size: int, seed: int):
+        self.lengths, self.batch_size, self.seed, self.epoch = dataset.lengths(), batch_size, seed, 0
+
+    def set_epoch(self, epoch: int):
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        return iter(get_length_grouped_indices(self.lengths, self.batch_size, generator=generator))
+
+
+def checkpoint_activations(drafter: DFlashDraftModel):
+    """Gradient checkpointing, which transformers 5.24 renamed."""
+    if hasattr(PreTrainedModel, "activation_checkpointing_enable"):
+        drafter.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        drafter.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 class DFlashTrainer(Trainer):
@@ -63,18 +90,21 @@ class DFlashTrainer(Trainer):
         self.last_layer = target.config.get_text_config(decoder=True).num_hidden_layers - 1
         if loss.needs_teacher:
             self.layer_ids.append(self.last_layer)
-        self._micro_step = 0
-        self.anchors_seen = 0  # by this process since it started
+        self._micro_step = (0, -1)  # optimizer step, batch in it
+        self._anchors: torch.Tensor | int = 0  # of this process since the last log
         self._logged: dict[str, list[torch.Tensor]] = {}
 
+    def _get_train_sampler(self, train_dataset=None):
+        return LengthGroupedBatches(self.train_dataset, self.args.train_batch_size, self.args.seed)
+
     def training_step(self, model, inputs, *args, **kwargs):
-        loss = super().training_step(model, inputs, *args, **kwargs)
-        self._micro_step = (self._micro_step + 1) % self.args.gradient_accumulation_steps
-        return loss
+        step, batch = self._micro_step
+        self._micro_step = (self.state.global_step, batch + 1 if step == self.state.global_step else 0)
+        return super().training_step(model, inputs, *args, **kwargs)
 
     def _generator(self) -> torch.Generator:
         """Its draws depend on seed, step and process only, so a resumed run draws what an uninterrupted one would have."""
-        step = self.state.global_step * self.args.gradient_accumulation_steps + self._micro_step
+        step = self.state.global_step * self.args.gradient_accumulation_steps + max(self._micro_step[1], 0)
         seed = (self.args.seed * 1_000_003 + step) * self.args.world_size + self.args.process_index
         return torch.Generator().manual_seed(seed % 2**63)
 
@@ -85,14 +115,15 @@ class DFlashTrainer(Trainer):
         features = inputs.get("features")
         if features is None:
             mask = inputs["document_mask"]
-            with self.accelerator.autocast():
+            # Not under autocast: features are those of generation, and those of a cache.
+            with torch.autocast(mask.device.type, enabled=False):
                 features = tapped_features(self.target, inputs["document_input_ids"], mask, self.layer_ids)
             features = features[mask.bool()]  # (tokens, T * H)
         taps = len(config.target_layer_ids) * config.hidden_size
         context = placed(features[:, :taps], inputs)  # (B, S, T * H)
 
         anchors, valid = self.draw(rows, generator)  # (B, N)
-        self.anchors_seen += valid.numel()
+        self._anchors = self._anchors + valid.sum()
         labels, supervised = block_labels(rows, anchors, valid, config.block_size)  # (B, N, K - 1)
         hidden = model(
             raw_embeddings(
@@ -118,6 +149,8 @@ class DFlashTrainer(Trainer):
 
     def _loss(self, drafter, hidden, labels, supervised, teacher, generator) -> torch.Tensor:
         """Mean loss over the slots of blocks (M, K - 1)."""
+        if len(labels) == 0:  # no row of this batch has an anchor
+            return hidden.sum()
         head, target_head = self.target.get_output_embeddings(), self.target.get_output_embeddings()
         if self.reduced_head is not None:
             head, index = self.reduced_head.draw(generator)
@@ -148,6 +181,9 @@ class DFlashTrainer(Trainer):
         if "loss" in logs:
             logs |= {name: round(float(torch.stack(values).mean()), 4) for name, values in self._logged.items()}
             self._logged.clear()
+            before = next((e["anchors"] for e in reversed(self.state.log_history) if "anchors" in e), 0)
+            seen = torch.as_tensor(self._anchors, device=self.args.device).sum()
+            logs["anchors"], self._anchors = before + int(self.accelerator.reduce(seen, "sum")), 0
         super().log(logs, *args, **kwargs)
 
     def evaluate(self, *args, metric_key_prefix: str = "eval", **kwargs) -> dict[str, float]:
@@ -156,10 +192,15 @@ class DFlashTrainer(Trainer):
         Every process measures its share of the prompts.
         """
         drafter = self.accelerator.unwrap_model(self.model).eval()
+        attention = drafter.config._attn_implementation
+        drafter.set_attn_implementation(
+            "sdpa"
+        )  # lengths differ from text to text, for which flex attention compiles anew
         metrics = evaluate(
             self.target, drafter, self._share(self.eval_rows), self._share(self.held_out) if self.greedy_answers else [],
             self.eval_new_tokens, self.accelerator,
         )  # fmt: skip
+        drafter.set_attn_implementation(attention)
         drafter.train()
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(metrics)
@@ -183,17 +224,17 @@ def evaluate(target, drafter, prompts: list[dict], rows: list[dict], max_new_tok
         return gather_object(values)
 
     real = generate(target, drafter, [row["prompt_ids"] for row in prompts], max_new_tokens)
-    replayed, forced = replay(target, drafter, rows)
+    replayed, forced, first = replay(target, drafter, rows)
     for speculation in (real, replayed):
         for name in ("acceptance_lengths", "drafted", "accepted"):
             setattr(speculation, name, gathered(getattr(speculation, name)))
-    forced = gathered(forced)
-    figures = {"acceptance_length": real.tau}
-    figures |= {f"acceptance_slot_{k}": share for k, share in enumerate(real.slot_acceptance, start=1)}
+    forced, first = gathered(forced), gathered([first] * len(forced))
+    figures = {}
+    if real.acceptance_lengths:
+        figures["acceptance_length"] = real.tau
+        figures |= {f"acceptance_slot_{k}": share for k, share in enumerate(real.slot_acceptance, start=1)}
     if forced:
-        figures |= {
-            "replayed_acceptance_length": replayed.tau,
-            "teacher_forced_acceptance_length": statistics.mean(forced),
-        }
-        figures["first_slot_right"] = statistics.mean(length > 1 for length in forced)
+        figures["replayed_acceptance_length"] = replayed.tau
+        figures["teacher_forced_acceptance_length"] = statistics.mean(forced)
+        figures["first_slot_right"] = statistics.mean(first)
     return {name: round(value, 4) for name, value in figures.items()}
