@@ -6,6 +6,8 @@ does not depend on the drafter, the draft length or timing. The drafter proposes
 whenever their distributions do.
 """
 
+import copy
+
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
@@ -73,58 +75,95 @@ class GumbelNoise:
 
 
 class TargetChoice:
-    """Scores and choices of one row, from raw logits, with the processors that `generate` prepared.
+    """Scores and choices of all rows, from raw logits, with the processors that `generate` prepared.
 
     Args:
         processors: in the order of plain `generate`.
-        noise: None for greedy decoding.
+        noises: one a row; None for greedy decoding.
+        apart: whether rows have texts of different lengths, and are processed one by one.
     """
 
-    def __init__(self, processors: LogitsProcessorList, noise: GumbelNoise | None):
+    def __init__(self, processors: LogitsProcessorList, noises: list[GumbelNoise] | None, apart: int = 0):
         self.processors = processors
-        self.noise = noise
+        self.noises = noises
         self.stateless = all(type(processor) in SCORES_ONLY | PREFIX for processor in processors)
+        self.by_row = [processors_of_row(processors, row) for row in range(apart)]
 
-    def scores(self, text: torch.Tensor, start: int, logits: torch.Tensor) -> torch.Tensor:
-        """Processed scores (n, V) of the positions from `start` on, given their logits (n, V).
+    def scores(self, ids: torch.Tensor, starts: list[int], logits: torch.Tensor) -> torch.Tensor:
+        """Processed scores (B, n, V) of the positions from `starts[r]` on, given their logits (B, n, V).
 
-        Each position sees its own prefix of `text` (1, at least start + n - 1), drafts included. For stateless
+        Each position sees its own prefix of `ids` (B, at least start + n - 1), drafts included. For stateless
         processors, which are harmless at positions that will be rejected.
         """
-        scores = logits
-        for processor in self.processors:
-            if type(processor) in SCORES_ONLY:
-                scores = processor(text[:, :start], scores)
-            else:
-                rows = [processor(text[:, : start + i], scores[i : i + 1]) for i in range(len(scores))]
-                scores = torch.cat(rows) if len(rows) > 1 else rows[0]
-        return scores
+        if self.by_row:
+            rows = [
+                _processed(by_row, ids[r : r + 1], starts[r], logits[r : r + 1]) for r, by_row in enumerate(self.by_row)
+            ]
+            return torch.cat(rows)
+        return _processed(self.processors, ids, starts[0], logits)
 
-    def choose(self, scores: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(choices, valid), each (n,), of scores (n, V) at positions start..; not valid where no token is possible."""
-        if self.noise is None:
+    def choose(self, scores: torch.Tensor, starts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(choices, valid), each (B, n), of scores (B, n, V) at positions starts[r]..; not valid where no token is possible."""
+        if self.noises is None:
             choices = scores.argmax(dim=-1)
             return choices, torch.ones_like(choices, dtype=torch.bool)
-        return gumbel_argmax(scores, self.noise.at(start, *scores.shape))
+        noise = [noise.at(start, *scores.shape[1:]) for noise, start in zip(self.noises, starts)]
+        return gumbel_argmax(scores, noise[0][None] if len(noise) == 1 else torch.stack(noise))
 
-    def propose(self, text: torch.Tensor, start: int, logits: torch.Tensor) -> torch.Tensor:
-        """Draft tokens (n,) of draft logits (n, V), by the same processors and noise, written to `text` as well.
+    def propose(self, ids: torch.Tensor, starts: list[int], logits: torch.Tensor) -> torch.Tensor:
+        """Draft tokens (B, n) of draft logits (B, n, V), by the same processors and noise, written to `ids` as well.
 
         Processors with state are left out: they must see emitted tokens only. The text cannot depend on a proposal.
         """
-        usable = [p for p in self.processors if type(p) in SCORES_ONLY | PREFIX]
-        chooser = TargetChoice(usable, self.noise)
-        if all(type(processor) in SCORES_ONLY for processor in usable):
-            drafts, _ = chooser.choose(chooser.scores(text, start, logits), start)
-            text[0, start : start + len(drafts)] = drafts
-            return drafts
-        for i in range(len(logits)):
-            draft, _ = chooser.choose(chooser.scores(text, start + i, logits[i : i + 1]), start + i)
-            text[0, start + i] = draft[0]
-        return text[0, start : start + len(logits)]
+        usable = LogitsProcessorList(p for p in self.processors if type(p) in SCORES_ONLY | PREFIX)
+        chooser = TargetChoice(usable, self.noises, len(self.by_row))
+        count = logits.shape[1]
+        step = count if all(type(processor) in SCORES_ONLY for processor in usable) else 1
+        drafts = []
+        for i in range(0, count, step):
+            at = [start + i for start in starts]
+            chosen, _ = chooser.choose(chooser.scores(ids, at, logits[:, i : i + step]), at)
+            for row, start in enumerate(at):
+                ids[row, start : start + step] = chosen[row]
+            drafts.append(chosen)
+        return drafts[0] if len(drafts) == 1 else torch.cat(drafts, dim=1)
+
+
+def _processed(processors: LogitsProcessorList, ids: torch.Tensor, start: int, scores: torch.Tensor) -> torch.Tensor:
+    for processor in processors:
+        if type(processor) in SCORES_ONLY:
+            scores = processor(ids[:, :start], scores.flatten(0, 1)).view_as(scores)
+        else:
+            columns = [processor(ids[:, : start + i], scores[:, i]) for i in range(scores.shape[1])]
+            scores = torch.stack(columns, dim=1) if len(columns) > 1 else columns[0][:, None]
+    return scores
+
+
+# Stateless, but they hold the prompts of the whole batch.
+_WHOLE_BATCH = {
+    logits_process.EncoderNoRepeatNGramLogitsProcessor,
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
+}
+
+
+def separable(processors: LogitsProcessorList) -> bool:
+    """Whether rows can be processed one by one: nothing keeps state, or needs the batch."""
+    return all(type(processor) in (SCORES_ONLY | PREFIX) - _WHOLE_BATCH for processor in processors)
+
+
+def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
+    """The same processors for one row of the batch."""
+    chosen = LogitsProcessorList()
+    for processor in processors:
+        if type(processor) is logits_process.RepetitionPenaltyLogitsProcessor:
+            processor = copy.copy(processor)
+            if isinstance(ignored := processor.prompt_ignore_length, torch.Tensor):  # one number a row
+                processor.prompt_ignore_length = ignored[row : row + 1]
+        chosen.append(processor)
+    return chosen
 
 
 def gumbel_argmax(scores: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample softmax(scores) (n, V) with Gumbel noise (n, V) in float64: (choices, valid), each (n,)."""
+    """Sample softmax(scores) (..., V) with Gumbel noise (..., V) in float64: (choices, valid), each (...)."""
     best, choices = (scores.double() + noise).max(dim=-1)
     return choices, best.isfinite()

@@ -65,8 +65,8 @@ class DFlashConfig(PreTrainedConfig):
         num_target_layers: decoder layers of the target.
         input_embedding_scale, output_multiplier, final_logit_softcapping: what z-lab's package makes of them: a factor
             on the block's raw embeddings, a factor on the draft logits, and `c * tanh(logits / c)` after it.
-        num_draft_tokens: tokens drafted a round unless `generate` is told otherwise: a number up to
-            `block_size - 1` (the default), or "auto".
+        num_draft_tokens: tokens drafted a round unless `generate` is told otherwise: a number up to `block_size - 1`, or
+            "auto" (the default), as many as pay.
         target_name_or_path, target_revision: the model that the drafter was made for.
         target_chat, target_thinking: whether it was made for text in the target's chat template, and for its thinking
             mode; None when not recorded.
@@ -121,7 +121,7 @@ class DFlashConfig(PreTrainedConfig):
         if self.block_causal is None:
             self.block_causal = [layer_type == SLIDING for layer_type in self.layer_types]
         if self.num_draft_tokens is None:
-            self.num_draft_tokens = _positive(self.block_size, "block_size") - 1
+            self.num_draft_tokens = "auto"
         for name in ("rope_scaling", "rope_theta", "partial_rotary_factor"):
             _require(
                 kwargs.pop(name, None) is None, f"`{name}` belongs into `rope_parameters`, the only place for RoPE."

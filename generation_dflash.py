@@ -1,42 +1,47 @@
 """Speculative decoding with a DFlash drafter, inside plain `target.generate(..., assistant_model=drafter)`.
 
-Three parts, from the call inwards: `install_generate_hook` sends a call with a drafter to `assisted_generate`, which
-refuses what is not supported and lets transformers prepare the call; `decode` is the paper's loop: draft, verify,
-accept, commit; `DFlashCandidateGenerator` runs the drafter. What decides the text is in `choice_dflash.py`.
+From the call inwards: `install_generate_hook` sends a call with a drafter to `assisted_generate`, which refuses what is
+not supported (`settings_dflash.py`) and lets transformers prepare the call; `decode` is the paper's loop: draft, verify,
+accept, commit. What decides the text is in `choice_dflash.py`, the rows' tokens and ends in `rows_dflash.py`, the drafter
+at work in `candidates_dflash.py`, and what a target's cache needs in `cache_dflash.py`.
 
-Legend of shapes: n drafted tokens of a round, V vocabulary, H hidden, T tapped layers.
+Legend of shapes: B rows, n drafted tokens of a round, V vocabulary, H hidden, T tapped layers.
 """
 
 import functools
 import inspect
-from pathlib import Path
+import threading
+import weakref
+from contextlib import contextmanager
 
 import torch
-from transformers import DynamicCache, GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
-from transformers.generation import (
-    CandidateGenerator,
-    EosTokenCriteria,
-    GenerateDecoderOnlyOutput,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
-from transformers.utils import cached_file
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteriaList
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+from transformers.utils import logging
 
-from .choice_dflash import GumbelNoise, TargetChoice
-from .hub_dflash import CUSTOM_GENERATE_MARK
-from .statistics_dflash import Speculation
-from .target_dflash import (
-    CACHE,
-    PassLimits,
-    RoundInputs,
-    check_pair,
-    device_of,
-    embedding_rows,
-    raw_embeddings,
-    tap_request,
-    tapped,
+from .cache_dflash import CacheRollback, cached_length
+from .candidates_dflash import DFlashCandidateGenerator, Features, keep_context, take_context
+from .choice_dflash import GumbelNoise, TargetChoice, separable
+from .clock_dflash import RoundClock
+from .rows_dflash import Record, Stop, Text
+from .schedule_dflash import FLOOR_WARNING, DraftSchedule, DraftStatistics, is_at_floor
+from .settings_dflash import (
+    OWN_ARGUMENTS,
+    is_native_route,
+    is_our_custom_generate,
+    passed_cache,
+    refuse_unsupported,
+    resolve_generation_config,
+    resolve_num_draft_tokens,
+    with_healed_tokens,
+    with_stop_strings,
+    without,
 )
+from .statistics_dflash import Speculation
+from .target_dflash import CACHE, PassLimits, RoundInputs, check_pair, tap_request, tapped
+
+logger = logging.get_logger(__name__)
 
 # ------------------------------------------------------------------------------------------------------------------
 # The call: from the hook to the loop.
@@ -61,30 +66,13 @@ def install_generate_hook():
             return original(self, *args, **kwargs)
         call = dict(zip(names, args)) | kwargs
         # Asked for by name: transformers' own DFlash route, and our `custom_generate`, which comes back here without it.
-        if _native_route(self, call) or _is_our_custom_generate(call.get("custom_generate")):
+        if is_native_route(self, call) or is_our_custom_generate(call.get("custom_generate")):
             return original(self, *args, **kwargs)
         call.pop("assistant_model")
         return assistant.assisted_generate(self, original, **call)
 
     generate._dflash_hook = True
     GenerationMixin.generate = generate
-
-
-def _is_our_custom_generate(custom_generate) -> bool:
-    if not isinstance(custom_generate, str):
-        return False
-    path = cached_file(custom_generate, "custom_generate/generate.py", _raise_exceptions_for_missing_entries=False)
-    return path is not None and CUSTOM_GENERATE_MARK in Path(path).read_text(encoding="utf-8")
-
-
-def _native_route(target: PreTrainedModel, call: dict) -> bool:
-    passed = call.get("generation_config")
-    stated = [
-        call.get("speculation_type"),
-        passed and passed.speculation_type,
-        target.generation_config.speculation_type,
-    ]
-    return next((value for value in stated if value is not None), None) == "dflash"
 
 
 def assisted_generate(drafter, target: PreTrainedModel, generate, call: dict):
@@ -100,472 +88,519 @@ def assisted_generate(drafter, target: PreTrainedModel, generate, call: dict):
     Raises:
         ValueError: the call, the target or the pair is not supported; says what was found and what to do.
     """
-    resolved, model_kwargs = _resolve_generation_config(target, generate, call)
-    _refuse_unsupported(target, resolved, model_kwargs, call)
+    resolved, model_kwargs = resolve_generation_config(target, generate, call)
+    refuse_unsupported(target, resolved, model_kwargs, call)
     check_pair(drafter, target)
-    num_draft_tokens = _resolve_num_draft_tokens(drafter, target, call)
-    call = {name: value for name, value in call.items() if name != "num_assistant_tokens"}
-
-    # Given a callable, `generate` drops the tokenizer before it builds the stop strings' criterion: build it here.
-    if resolved.stop_strings is not None:
-        call["stop_strings"] = None
-        own = call.get("stopping_criteria") or []
-        if not any(type(criterion) is StopStringCriteria for criterion in own):
-            if call.get("tokenizer") is None:
-                raise ValueError(
-                    "`stop_strings` needs the target's tokenizer: pass `tokenizer=` to `generate` as well."
-                )
-            criterion = StopStringCriteria(stop_strings=resolved.stop_strings, tokenizer=call["tokenizer"])
-            call["stopping_criteria"] = StoppingCriteriaList([*own, criterion])
+    num_draft_tokens = resolve_num_draft_tokens(drafter, target, call)
+    chosen = num_draft_tokens == "auto"
+    memory = ScheduleMemory.of(drafter, target)
+    read_prefix, streamer, own_cache = call.get("read_prefix", True), call.get("streamer"), passed_cache(model_kwargs)
+    call = with_healed_tokens(target, resolved, with_stop_strings(resolved, call))
 
     def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
-        return decode(
-            model,
-            DFlashCandidateGenerator(drafter, model, num_draft_tokens),
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            model_kwargs,
-            call.get("streamer"),
-        )
+        most = drafter.config.block_size - 1
+        candidates = DFlashCandidateGenerator(drafter, model, most if chosen else num_draft_tokens)
+        call = Call(logits_processor, stopping_criteria, generation_config, model_kwargs, streamer)
+        call.keeps_cache = generation_config.return_dict_in_generate or own_cache is not None
+        call.read_prefix = read_prefix
+        call.schedule = DraftSchedule(drafter.config.block_size, memory.statistics) if chosen else None
+        return decode(model, candidates, input_ids, call)
 
-    output, drafter.last_speculation = generate(target, custom_generate=loop, **_without(call, "custom_generate"))
+    output, drafter.last_speculation = generate(
+        target, custom_generate=loop, **without(call, "custom_generate", *OWN_ARGUMENTS)
+    )
+    memory.warn_at_the_floor(drafter.last_speculation)
     return output
 
 
-def _unless(value, neutral):
-    return None if value == neutral else value
+class ScheduleMemory:
+    """What calls with one drafter and one target learned about how many tokens to draft; it dies with either."""
+
+    _OF_PAIR: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()  # drafter -> target -> memory
+
+    def __init__(self):
+        self.statistics: DraftStatistics | None = None
+        self.devices = None
+        self.warned = False
+
+    @classmethod
+    def of(cls, drafter, target: PreTrainedModel) -> "ScheduleMemory":
+        memory = cls._OF_PAIR.setdefault(drafter, weakref.WeakKeyDictionary()).setdefault(target, cls())
+        if memory.devices != (drafter.device, target.device):
+            memory.devices, memory.statistics = (drafter.device, target.device), None
+        return memory
+
+    def warn_at_the_floor(self, speculation: Speculation):
+        """Once, where nearly no first draft is accepted: over the chosen calls so far, or over this one."""
+        rounds = [a for row in zip(speculation.drafted, speculation.accepted) for d, a in zip(*row) if d > 0]
+        counts = [(len(rounds), sum(accepted > 0 for accepted in rounds))]
+        if self.statistics is not None:
+            counts.append((self.statistics.first_tried, self.statistics.first_accepted))
+        if not self.warned and any(is_at_floor(*count) for count in counts):
+            self.warned = True
+            logger.warning(FLOOR_WARNING)
 
 
-def _without(call: dict, *names: str) -> dict:
-    return {name: value for name, value in call.items() if name not in names}
+class Call:
+    """What `generate` prepared for the loop, and what the caller handed past it."""
 
-
-def _resolve_generation_config(target, generate, call: dict) -> tuple[GenerationConfig, dict]:
-    """The generation config that this call will run with, and what is left for the model's forward."""
-    named = set(inspect.signature(generate).parameters) | {"trust_remote_code", "tokenizer", "assistant_tokenizer"}
-    return target._prepare_generation_config(
-        call.get("generation_config"), **_without(call, *named, "num_assistant_tokens")
-    )
-
-
-# Fields of GenerationConfig that ask for another way of decoding, or for what this loop does not do yet, with the
-# values that ask for nothing.
-_UNSUPPORTED_FIELDS = {
-    "num_beams": (None, 1),
-    "num_return_sequences": (None, 1),
-    "penalty_alpha": (None, 0),
-    "dola_layers": (None,),
-    "prompt_lookup_num_tokens": (None,),
-    "assistant_early_exit": (None,),
-    "assistant_ensemble_weight": (None,),
-    "use_mtp": (None, False),
-    "guidance_scale": (None, 1),
-    "use_cache": (None, True),
-    "cache_implementation": (None, "dynamic"),
-    "prefill_chunk_size": (None,),
-    "token_healing": (None, False),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
-}
-_UNSUPPORTED_ARGUMENTS = (
-    "custom_generate", "synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask", "assistant_tokenizer",
-)  # fmt: skip
-
-
-def _refuse_unsupported(target, resolved: GenerationConfig, model_kwargs: dict, call: dict):
-    for name in _UNSUPPORTED_ARGUMENTS:
-        if call.get(name) is not None and call[name] is not False:
-            raise ValueError(f"`{name}` is not supported together with a DFlash drafter as `assistant_model`.")
-    settings = resolved.to_dict()
-    for name, neutral in _UNSUPPORTED_FIELDS.items():
-        if settings.get(name) not in neutral:
-            raise ValueError(
-                f"`{name}={settings[name]!r}` is not supported together with a DFlash drafter. Leave it unset, or call "
-                "`generate` without `assistant_model`."
-            )
-    if target.config.is_encoder_decoder:
-        raise ValueError(
-            f"{type(target).__name__} is an encoder-decoder; a DFlash drafter needs a decoder-only target."
-        )
-    if getattr(target.config, "is_decoder", True) is False:
-        raise ValueError(f"{type(target).__name__} is not set up as a decoder: its config says `is_decoder=False`.")
-    for name in ("cache", "past_key_values", "cache_params"):
-        if model_kwargs.get(name) is not None:
-            raise ValueError(f"a cache object passed as `{name}` is not supported together with a DFlash drafter yet.")
-    if model_kwargs.get("inputs_embeds") is not None:
-        raise ValueError("`inputs_embeds` is not supported together with a DFlash drafter; pass `input_ids`.")
-    if type(target)._update_model_kwargs_for_generation is not GenerationMixin._update_model_kwargs_for_generation:
-        raise ValueError(
-            f"{type(target).__name__} updates its inputs between tokens in its own way, which the block pass of a DFlash "
-            "drafter does not follow yet."
-        )
-
-
-def _resolve_num_draft_tokens(drafter, target, call: dict) -> int:
-    """Call argument, passed config, target's config, drafter's config: the first that states a number."""
-    # transformers fills an unset value with its own default, so this cannot be read from the resolved config; `pipeline`
-    # does so even with the config that it passes on.
-    passed, filled = call.get("generation_config"), GenerationConfig._get_default_generation_params()
-    stated = {
-        "the argument `num_assistant_tokens`": call.get("num_assistant_tokens"),
-        "the passed `generation_config`": _unless(
-            passed and passed.num_assistant_tokens, filled["num_assistant_tokens"]
-        ),
-        "the target's generation config": target.generation_config.num_assistant_tokens,
-        "the drafter's config": drafter.config.num_draft_tokens,
-    }
-    place, number = next((place, number) for place, number in stated.items() if number is not None)
-    if number == "auto":
-        raise ValueError(f"{place} asks for 'auto' drafted tokens, which is not supported yet; pass a number.")
-    most = drafter.config.block_size - 1
-    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
-        raise ValueError(
-            f"{place} asks for {number!r} drafted tokens; a block of {drafter.config.block_size} tokens drafts 1 to {most}."
-        )
-    return number
+    def __init__(self, processors, criteria, generation_config, model_kwargs, streamer):
+        self.processors: LogitsProcessorList = processors
+        self.criteria: StoppingCriteriaList = criteria
+        self.config: GenerationConfig = generation_config
+        self.model_kwargs: dict = model_kwargs
+        self.streamer = streamer
+        self.keeps_cache = False  # whether the cache outlives the call
+        self.read_prefix = True  # whether the drafter reads a prefix that comes in a cache
+        self.schedule: DraftSchedule | None = None  # chooses how many tokens to draft; None for a fixed number
 
 
 # ------------------------------------------------------------------------------------------------------------------
 # The loop.
 
 
-def decode(
-    target: PreTrainedModel,
-    candidates: "DFlashCandidateGenerator",
-    input_ids: torch.LongTensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    model_kwargs: dict,
-    streamer=None,
-):
-    """Draft, verify, accept, commit, until a criterion stops the text (paper, section 3).
+def decode(target: PreTrainedModel, candidates: DFlashCandidateGenerator, input_ids: torch.LongTensor, call: Call):
+    """Draft, verify, accept, commit, until every row has ended (paper, section 3).
 
     Args:
         candidates: runs the drafter and says how many tokens to draft.
-        input_ids: (1, prompt), on the device where text and scores live.
-        logits_processor, stopping_criteria, generation_config, model_kwargs: as prepared by `generate`.
+        input_ids: (B, prompt), on the device where text and scores live.
 
     Returns:
         (output, speculation): what plain `generate` returns, and the statistics of this call.
     """
-    if input_ids.shape[0] != 1:
-        raise ValueError(
-            f"a DFlash drafter takes one row at a time for now, got {input_ids.shape[0]} rows. Call `generate` row by row."
-        )
-    text = Text(input_ids)
-    choice = TargetChoice(logits_processor, _noise(generation_config, input_ids, candidates.block_size))
-    stop = Stop(stopping_criteria)
-    record = Record(generation_config)
-    speculation = Speculation()
-
-    def accept(drafts: torch.Tensor, logits: torch.Tensor) -> tuple[int, int, bool]:
-        """Append the target's choices to the text: (tokens added, drafts among them, whether the text has ended)."""
-        tokens, accepted = [], 0
-        for token, scores, was_drafted in verify(choice, text.ids, text.length, drafts, logits):
-            text.length += 1
-            accepted += was_drafted
-            record.add(scores, logits[len(tokens) : len(tokens) + 1])
-            tokens.append(token)
-            if ended := stop(text.view(), token, record.scores):
-                break
-        if streamer is not None:
-            streamer.put(torch.tensor(tokens))
-        return len(tokens), accepted, ended
-
-    # The prompt's pass gives the first token, which is the first anchor. Of the states only the tapped ones are kept.
-    model_kwargs["output_hidden_states"] = tap_request(candidates.target_layer_ids)
-    outputs = target._prefill(input_ids, generation_config, model_kwargs)
-    speculation.target_passes += 1
-    cache = _recording(outputs, target)
-    inputs = RoundInputs(input_ids, model_kwargs)
-    limits = PassLimits(target)
-    logits = outputs.logits[:, -1].to(device=input_ids.device, dtype=torch.float32, copy=True)  # (1, V)
-    context = tapped(outputs.hidden_states, target, candidates.target_layer_ids)
-    del outputs  # the logits of a whole prompt can be large
-    _, _, ended = accept(text.ids[0, :0], logits)
-
-    with target._optimize_model_for_decode():
-        while not ended:
-            # Draft; the target itself adds one token, so at most one less than what is left.
-            length = text.length
-            position = length - 1 - inputs.offset
-            num_draft = limits.most_drafts(position, min(candidates.num_draft_tokens, max(stop.budget - length - 1, 0)))
-            text.reserve(num_draft + 1)
-            drafts = text.ids[0, length:length]
-            if num_draft > 0:
-                draft_logits = candidates.draft_logits(
-                    text.view()[:, -1:], context, num_draft, inputs.padding(length - 1)
-                )
-                context = []
-                drafts = choice.propose(text.ids, length, draft_logits.to(input_ids.device, torch.float32))
-                speculation.drafter_passes += 1
-
-            # Verify: one target pass over the anchor and the drafts.
-            model_inputs = target.prepare_inputs_for_generation(
-                text.ids[:, : length + num_draft],
-                next_sequence_length=num_draft + 1,
-                is_first_iteration=False,
-                **inputs.upto(length + num_draft, cache),
-            )
-            if "logits_to_keep" in model_inputs:
-                model_inputs["logits_to_keep"] = num_draft + 1
-            outputs = target(**model_inputs, return_dict=True)
-            speculation.target_passes += 1
-            if outputs[CACHE] is not cache:  # Phi-3 starts a new one at the boundary of its RoPE
-                cache = _recording(outputs, target)
-                if cache.get_seq_length() != length + num_draft:
-                    raise ValueError(
-                        f"{type(target).__name__} dropped its cache in the middle of a text and did not read the text again, as "
-                        "older transformers do at the boundary of LongRoPE; upgrade transformers, or keep texts shorter."
-                    )
-
-            # Accept the drafts that equal the target's choices, and its own next token, the new anchor.
-            logits = outputs.logits[0, -num_draft - 1 :].to(input_ids.device, torch.float32)  # (n + 1, V)
-            added, accepted, ended = accept(drafts, logits)
-            speculation.add_round(num_draft, accepted, added)
-
-            # Commit: the pass put anchor and drafts into the cache; what was not accepted leaves it. Features wait until
-            # the drafter runs again.
-            cache.crop(added - (num_draft + 1))
-            states = tapped(outputs.hidden_states, target, candidates.target_layer_ids)
-            states = [layer[:, layer.shape[1] - num_draft - 1 :][:, :added] for layer in states]
-            if limits.past_drafting(position):
-                context = []
-            else:
-                context = [torch.cat(pair, dim=1) for pair in zip(context, states)] if context else states
-            del outputs, logits
-
-    if streamer is not None:
-        streamer.end()
-    for layer in cache.layers:
-        if hasattr(layer, "record_past"):
-            layer.record_past = False  # the cache is the caller's now, who may never crop it
-    output = text.view().clone()
-    if generation_config.return_dict_in_generate:
-        output = GenerateDecoderOnlyOutput(
-            sequences=output, scores=record.scores, logits=record.logits, **{CACHE: cache}
-        )
-        output.speculation = speculation
-    return output, speculation
+    decoding = Decoding(target, candidates, input_ids, call)
+    try:
+        decoding.read_prompt()
+        with target._optimize_model_for_decode():
+            while not all(decoding.stop.ended):
+                drafts = decoding.draft(decoding.how_many())
+                outputs = decoding.verify(drafts.shape[1])
+                added = decoding.accept(drafts, outputs.logits)
+                decoding.commit(outputs, drafts.shape[1] + 1, added)
+    finally:
+        decoding.close()
+    if call.schedule is not None:
+        ScheduleMemory.of(candidates.drafter, target).statistics = call.schedule.statistics
+    return decoding.result(), decoding.speculation
 
 
-def _recording(outputs, target: PreTrainedModel):
-    """The cache that a pass returned, set to get back what a rejected draft pushed out of a sliding window."""
-    cache = outputs.get(CACHE)
-    if cache is None:
-        raise ValueError(f"{type(target).__name__} returns no cache, without which a DFlash drafter cannot be used.")
-    if not getattr(cache, "is_croppable", False):
-        raise ValueError(
-            f"the cache of {type(target).__name__} cannot be rolled back to the accepted tokens (it has recurrent state), so a "
-            "DFlash drafter cannot be used with it yet."
-        )
-    if outputs.get("hidden_states") is None:
-        raise ValueError(f"{type(target).__name__} does not return hidden states, which a DFlash drafter needs.")
-    cache.activate_past_recording()
-    return cache
+class Decoding:
+    """State of one call. Rows advance together, or each by its own count where nothing needs them together."""
 
-
-def verify(choice: TargetChoice, ids: torch.Tensor, start: int, drafts: torch.Tensor, logits: torch.Tensor):
-    """Yield the target's choices, up to and including the first that differs from its draft.
-
-    Args:
-        ids: (1, capacity), with `drafts` (n,) written from `start` on; the last choice is written here.
-        logits: (n + 1, V) raw, of the positions from `start` on.
-
-    Yields:
-        (token, scores, was_drafted): an int, its processed scores (1, V), whether the draft was the same.
-    """
-    num_draft = len(drafts)
-    if choice.stateless:
-        scores = choice.scores(ids, start, logits)
-        choices, valid = choice.choose(scores, start)
-        # The one synchronisation of a round.
-        fetched = torch.cat([drafts, choices, valid.long()]).tolist()
-        drafted, chosen, valid = (
-            fetched[:num_draft],
-            fetched[num_draft : 2 * num_draft + 1],
-            fetched[2 * num_draft + 1 :],
-        )
-    else:
-        drafted = drafts.tolist()
-    for i in range(num_draft + 1):
-        if choice.stateless:
-            token, ok, row = chosen[i], valid[i], scores[i : i + 1]
-        else:
-            # Processors with state see each emitted token's scores once, in order.
-            row = choice.processors(ids[:, : start + i], logits[i : i + 1])
-            token, ok = torch.cat(choice.choose(row, start + i)).tolist()
-        if not ok:
+    def __init__(self, target, candidates: DFlashCandidateGenerator, input_ids: torch.LongTensor, call: Call):
+        self.target, self.candidates, self.call = target, candidates, call
+        self.rows, self.device = input_ids.shape[0], input_ids.device
+        self.prompt = input_ids
+        pad = call.config._pad_token_tensor
+        self.text = Text(input_ids, None if pad is None else int(pad))
+        self.stop = Stop(call.criteria, self.rows)
+        self.record = Record(call.config)
+        self.speculation = Speculation.of_rows(self.rows)
+        self.limits = PassLimits(target)
+        self.unread: list[Features] = []  # of accepted tokens that the drafter has not seen
+        self.prefix: torch.LongTensor | None = None  # what came in the cache
+        self.apart = False  # whether rows advance by counts of their own
+        self.clock = RoundClock(candidates.drafter.device)
+        self.rollback: CacheRollback | None = None
+        if self.record.attentions is not None and self.rows > 1:
             raise ValueError(
-                f"no token is possible at position {start + i}: its processed scores hold a nan, or nothing but -inf."
+                f"`output_attentions` is supported for one row, got {self.rows}, together with a DFlash drafter. Call "
+                "`generate` row by row."
             )
-        was_drafted = i < num_draft and token == drafted[i]
-        if not was_drafted:
-            ids[0, start + i] = token
-        yield token, row, was_drafted
-        if not was_drafted:
-            return
 
+    # ---- the prompt
 
-def _noise(generation_config: GenerationConfig, input_ids: torch.Tensor, span: int) -> GumbelNoise | None:
-    if not generation_config.do_sample:
-        return None
-    seed = int(torch.randint(2**63 - 1, (1,)))  # from torch's generator, so that `torch.manual_seed` reproduces a text
-    return GumbelNoise(seed, input_ids.shape[1], span, input_ids.device)
+    def read_prompt(self):
+        """The prompt's pass gives the first token, which is the first anchor. Of the states only the tapped ones are kept."""
+        kwargs, ids = self.call.model_kwargs, self.prompt
+        every_layer = self.record.hidden_states is not None
+        kwargs["output_hidden_states"] = True if every_layer else tap_request(self.candidates.target_layer_ids)
+        kwargs["output_attentions"] = True if self.record.attentions is not None else None
+        past = cached_length(kwargs.get(CACHE))
+        mask = kwargs.get("attention_mask")
+        known = mask.shape[1] if mask is not None else getattr(self.call.config, "_mask_length", ids.shape[1])
+        whole = past > 0 and known == ids.shape[1]  # the text, what is cached included; else only what is new
+        new = ids.shape[1] - past * whole
 
+        if self.call.config.prefill_chunk_size is not None and "inputs_embeds" not in kwargs:
+            outputs = self._read_chunks(ids[:, -new:], past)
+        else:
+            outputs = self._with_cache(self.target._prefill(ids, self.call.config, kwargs))
+            self.speculation.target_passes += 1
+            self._take_features(outputs, kwargs.get("attention_mask"))
+        self.record.add_states(outputs, new, 0, None)
+        logits = outputs.logits[:, -1:].to(device=self.device, dtype=torch.float32, copy=True)  # (B, 1, V)
+        self.cache = outputs[CACHE]
+        del outputs  # the logits of a whole prompt can be large
 
-class Text:
-    """The row's tokens in a buffer that grows by doubling, so that no round copies them."""
+        held = cached_length(self.cache) or past + new
+        if past:
+            self._take_prefix(ids[:, :past] if whole else None, past)
+        self.inputs = RoundInputs(kwargs, self.rows, ids.shape[1], held, self.device)
+        self.rollback = CacheRollback(self.cache, self.target)
+        self._decide_how_rows_advance()
+        self.accept(self.text.ids[:, :0], logits)
 
-    def __init__(self, input_ids: torch.LongTensor):
-        self.ids = input_ids.to(torch.long)
-        self.length = input_ids.shape[1]
-        self.reserve(256)
+    def _read_chunks(self, ids: torch.LongTensor, past: int):
+        """The prompt in chunks, as `prefill_chunk_size` asks; the drafter reads each, and only its own context is kept."""
+        kwargs, chunks = self.call.model_kwargs, ids.split(self.call.config.prefill_chunk_size, dim=1)
+        images = [name for name in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL if kwargs.get(name) is not None]
+        if images and len(chunks) > 1:
+            raise ValueError(f"`prefill_chunk_size` cannot split {images} into chunks; leave it unset.")
+        inputs = RoundInputs(kwargs, self.rows, self.prompt.shape[1], past + ids.shape[1], self.device)
+        inputs.columns, cache = past, kwargs.get(CACHE)
+        for chunk in chunks:
+            if self.unread:
+                features = Features.joined(self.unread)
+                self.candidates.absorb(features.states, features.counts)
+                self.speculation.drafter_passes += 1
+                self.unread = []
+            ahead = inputs.ahead(chunk.shape[1], cache)
+            model_inputs = self.target.prepare_inputs_for_generation(chunk, is_first_iteration=True, **ahead)
+            outputs = self._with_cache(self.target(**model_inputs, return_dict=True))
+            cache = outputs[CACHE]
+            self.speculation.target_passes += 1
+            self._take_features(outputs, ahead.get("attention_mask"))
+            inputs.commit([chunk.shape[1]] * self.rows)
+        return outputs
 
-    def reserve(self, count: int):
-        """Make room for `count` more tokens."""
-        if self.length + count > self.ids.shape[1]:
-            room = self.ids.new_zeros(1, max(self.ids.shape[1], count))
-            self.ids = torch.cat([self.ids, room], dim=1)
+    def _with_cache(self, outputs):
+        name = type(self.target).__name__
+        if outputs.get(CACHE) is None:
+            raise ValueError(f"{name} returns no cache, without which a DFlash drafter cannot be used.")
+        if outputs.get("hidden_states") is None:
+            raise ValueError(f"{name} does not return hidden states, which a DFlash drafter needs.")
+        return outputs
 
-    def view(self) -> torch.LongTensor:
-        return self.ids[:, : self.length]
+    def _take_features(self, outputs, mask: torch.Tensor | None):
+        states = tapped(outputs.hidden_states, self.target, self.candidates.target_layer_ids)
+        self.unread.append(Features.of_prompt(states, None if mask is None else mask[:, -states[0].shape[1] :]))
 
+    def _take_prefix(self, prefix: torch.LongTensor | None, past: int):
+        """The drafter's context of what came in the cache: kept with it, or read from the text once more."""
+        kept = take_context(self.cache, self.candidates, prefix, past)
+        self.prefix = prefix if kept is None else kept.ids
+        if kept is not None:
+            self.unread = [*kept.unread, *self.unread]
+        elif prefix is None or not self.call.read_prefix:
+            self.candidates.start = past
+        else:
+            mask, positions = (self.call.model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
+            inputs = {"input_ids": prefix, "output_hidden_states": tap_request(self.candidates.target_layer_ids)}
+            if mask is not None:
+                inputs["attention_mask"] = mask[:, :past]
+            if positions is not None:
+                inputs["position_ids"] = positions[..., :past]
+            if "logits_to_keep" in self.call.model_kwargs:
+                inputs["logits_to_keep"] = 1
+            unread, self.unread = self.unread, []
+            self._take_features(self.target(**inputs, use_cache=False, return_dict=True), inputs.get("attention_mask"))
+            self.unread += unread
+            self.speculation.target_passes += 1
+            self.speculation.prefix_passes += 1
 
-class Stop:
-    """Whether the text ends, asked once per emitted token and in order, as in plain `generate`."""
+    def _decide_how_rows_advance(self):
+        call, target = self.call, self.target
+        reruns = True
+        if self.rollback.recurrent is not None:
+            reruns = self._goes_on_from_its_state()
+        takes_mask = "attention_mask" in inspect.signature(target.forward).parameters
+        self.apart = (
+            self.rows > 1
+            and not call.keeps_cache  # it is handed back as plain `generate` leaves it
+            and call.streamer is None
+            and separable(call.processors)
+            and self.stop.by_row
+            and self.rollback.moves_rows
+            and reruns
+            and takes_mask
+            and not self.limits.by_length
+        )
+        if self.apart:
+            self.inputs.set_apart()
+            self.stop.rests = True  # all rows that are full are full at the same length
+        self.groups = [slice(row, row + 1) for row in range(self.rows)] if self.apart else [slice(0, self.rows)]
+        noises = [self._noise() for _ in range(self.rows)] if call.config.do_sample else None
+        self.choice = TargetChoice(call.processors, noises, self.rows if self.apart else 0)
 
-    def __init__(self, criteria: StoppingCriteriaList):
-        lengths = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
-        self.budget = min(lengths)  # the text is not longer, whatever a subclass makes of its length
-        self.max_length = min((c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=float("inf"))
-        self.eos = {token for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.tolist()}
-        # End tokens and length are decided on the host; anything else may keep state, and is called.
-        self.others = StoppingCriteriaList(c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria))
+    def _noise(self) -> GumbelNoise:
+        seed = int(
+            torch.randint(2**63 - 1, (1,))
+        )  # from torch's generator, so that `torch.manual_seed` reproduces a text
+        return GumbelNoise(seed, self.prompt.shape[1], self.candidates.block_size, self.device)
 
-    def __call__(self, text: torch.LongTensor, token: int, scores: tuple | None) -> bool:
-        ended = token in self.eos or text.shape[1] >= self.max_length
-        if self.others:
-            ended = bool(self.others(text, scores).any()) or ended
-        return ended
+    def _goes_on_from_its_state(self) -> bool:
+        """Check, once a target, that a pass of several tokens goes on from a recurrent state as a pass of one does.
 
+        Returns:
+            Whether the recurrent layers can run again by themselves.
 
-class Record:
-    """Scores and logits of the emitted tokens, where the caller asked for them."""
+        Raises:
+            ValueError: they do not go on from their state.
+        """
+        if self.target in _RERUNS:
+            return _RERUNS[self.target]
+        position = max(self.inputs.position(self.prompt.shape[1], row) for row in range(self.rows)) + 1
+        if self.limits.most_drafts(position, 1) < 1 or self.rollback.most_drafts(1) < 1:
+            return False
+        last = self.prompt[:, -1:] if self.prompt.shape[1] else self.prompt.new_zeros(self.rows, 1)
+        logits = []
+        for tokens in (last.expand(-1, 2), last):
+            outputs = self._pass(tokens, tokens.shape[1])
+            logits.append(outputs.logits[:, -tokens.shape[1]].float())
+            self.rollback.commit(tokens.shape[1], [0] * self.rows)
+            if tokens.shape[1] == 2:
+                reruns = self.rollback.recurrent.can_rerun
+            self.speculation.check_passes += 1
+        block, single = logits
+        apart = (block - single).norm() / (single - single.mean(-1, keepdim=True)).norm()
+        if not apart < 2 * torch.finfo(self.target.dtype).eps ** 0.5:
+            raise ValueError(
+                f"the recurrent layers of {type(self.target).__name__} do not go on from their state in a pass of several "
+                f"tokens (its logits are {apart:.1%} off those of a single token), so a DFlash drafter cannot be used with it."
+            )
+        _RERUNS[self.target] = reruns
+        return reruns
 
-    def __init__(self, generation_config: GenerationConfig):
-        wanted = generation_config.return_dict_in_generate
-        self.scores = () if wanted and generation_config.output_scores else None
-        self.logits = () if wanted and generation_config.output_logits else None
+    # ---- a round
 
-    def add(self, scores: torch.Tensor, logits: torch.Tensor):
-        if self.scores is not None:
-            self.scores += (scores.clone(),)  # a copy frees the rows of the block that were rejected
-        if self.logits is not None:
-            self.logits += (logits.clone(),)
+    def how_many(self) -> int:
+        """How many tokens to draft: what is asked for, or pays, as far as text, target and cache have room for it."""
+        text, most = self.text, self.candidates.num_draft_tokens
+        running = [row for row in range(self.rows) if not self.stop.resting(row)]
+        left = self.stop.budget - min(text.lengths[row] for row in running) - 1  # the target itself adds one
+        position = max(self.inputs.position(text.lengths[row], row) for row in running)
+        room = self.rollback.most_drafts(self.limits.most_drafts(position, min(most, max(left, 0))))
+        schedule = self.call.schedule
+        wanted = most if schedule is None else schedule.next(len(running), self.inputs.columns)
+        if not self.rollback.fixed_lengths:
+            return min(wanted, room)
+        lengths = [n for n in ((most,) if schedule is None else (most // 2, most)) if 0 < n <= room]
+        if wanted == 0 or not lengths:
+            return 0
+        return next((n for n in lengths if n >= wanted), lengths[-1])
 
+    def draft(self, count: int) -> torch.LongTensor:
+        """Draft tokens (B, count), in the text's buffer as well."""
+        text, candidates = self.text, self.candidates
+        text.reserve(count + 1)
+        if count == 0:
+            return text.ids[:, :0]
+        self.clock.mark()
+        features = Features.joined(self.unread)
+        logits = candidates.draft_logits(text.newest(1), features.states, count, counts=features.counts)
+        self.unread = []
+        self.speculation.drafter_passes += 1
+        drafts = self.choice.propose(text.ids, text.lengths, logits.to(self.device, torch.float32))
+        for row in range(self.rows):
+            if self.stop.resting(row) and not self.apart:  # what plain `generate` writes there
+                drafts[row] = text.pad_token_id
+                text.ids[row, text.lengths[row] : text.lengths[row] + count] = text.pad_token_id
+        self.clock.mark()
+        return drafts
 
-# ------------------------------------------------------------------------------------------------------------------
-# The drafter at work.
+    def verify(self, num_draft: int):
+        """One target pass over every row's anchor and its drafts."""
+        count = num_draft + 1
+        outputs = self._pass(self.text.upto(num_draft) if not self.apart else self.text.newest(count), count)
+        if outputs[CACHE] is not self.cache:  # Phi-3 starts a new one at the boundary of its RoPE
+            self.cache = outputs[CACHE]
+            self.rollback = CacheRollback(self.cache, self.target)
+            if self.cache.get_seq_length() != self.inputs.columns + num_draft + 1:
+                raise ValueError(
+                    f"{type(self.target).__name__} dropped its cache in the middle of a text and did not read the text again, "
+                    "as older transformers do at the boundary of LongRoPE; upgrade transformers, or keep texts shorter."
+                )
+        return outputs
 
+    def _pass(self, ids: torch.LongTensor, count: int):
+        """A pass over the last `count` tokens of `ids`; the whole text where rows advance together, as Phi-3 looks at it."""
+        resting = [row for row in range(self.rows) if self.apart and self.stop.resting(row)]
+        ahead = self.inputs.ahead(count, self.cache, resting)
+        model_inputs = self.target.prepare_inputs_for_generation(
+            ids, next_sequence_length=count, is_first_iteration=False, **ahead
+        )
+        if "logits_to_keep" in model_inputs:
+            model_inputs["logits_to_keep"] = count
+        self.speculation.target_passes += 1
+        with self.rollback.verifying():
+            return self.target(**model_inputs, return_dict=True)
 
-class DFlashCandidateGenerator(CandidateGenerator):
-    """Runs the drafter: features in, draft logits out. State of one call: the drafter's cache.
-
-    A transformers `CandidateGenerator`: our loop calls `draft_logits`, transformers' own loop `get_candidates`.
-
-    Args:
-        drafter: a `DFlashDraftModel`.
-        target: borrowed are its embedding and head, which are called, never read: a quantised one has no dense weight.
-        num_draft_tokens: tokens to draft a round, at most `block_size - 1`.
-        max_length: of the text, the prompt included; None for no limit.
-    """
-
-    requires_model_outputs = True
-
-    def __init__(self, drafter, target: PreTrainedModel, num_draft_tokens: int, max_length: int | None = None):
-        self.drafter = drafter
-        self.target = target
-        self.target_layer_ids = drafter.config.target_layer_ids
-        self.block_size = drafter.config.block_size
-        self.num_draft_tokens = num_draft_tokens
-        self.max_length = max_length
-        self.model_kwargs_overrides = {"output_hidden_states": tap_request(self.target_layer_ids)}
-
-        self.cache = DynamicCache(config=drafter.config)
-        self.cache.activate_past_recording()
-        self.head = target.get_output_embeddings()
-        self.vocab_rows = embedding_rows(target)
-        self.mask_embeds: torch.Tensor | None = None  # (1, block_size - 1, H)
-
-    def draft_logits(
-        self,
-        anchor: torch.LongTensor,
-        context: list[torch.Tensor],
-        num_draft: int,
-        attention_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Logits (n, V) of the next `num_draft` tokens (paper, section 4.1).
+    def accept(self, drafts: torch.LongTensor, logits: torch.Tensor) -> list[int]:
+        """Append the target's choices to the text: every draft that equals its choice, and its own next token.
 
         Args:
-            anchor: (1, 1) the newest token; its own features do not exist yet.
-            context: tapped states, each (1, new, H), of the tokens before the anchor that this drafter has not seen.
-            attention_mask: (1, tokens before the anchor) with 0 at padding, or None.
+            drafts: (B, n) as in the text's buffer.
+            logits: (B, at least n + 1, V), the last n + 1 are those of the positions that follow the text.
+
+        Returns:
+            Tokens added, by row.
         """
-        device = self.drafter.device
-        embedding = self.target.get_input_embeddings()
-        anchor = anchor.to(device_of(embedding, context[-1].device))
-        if self.mask_embeds is None:
-            mask_ids = anchor.new_full((1, self.block_size - 1), self.drafter.config.mask_token_id)
-            self.mask_embeds = raw_embeddings(embedding, mask_ids).to(device)
-        # The block is always whole: its length is part of what the drafter was trained on.
-        noise_embeds = torch.cat([raw_embeddings(embedding, anchor).to(device), self.mask_embeds], dim=1)  # (1, K, H)
-        context_hidden_states = torch.cat([states.to(device) for states in context], dim=-1)  # (1, new, T * H)
+        count, text = drafts.shape[1], self.text
+        logits = logits[:, -count - 1 :].to(self.device, torch.float32)
+        before, resting = [*text.lengths], [self.stop.resting(row) for row in range(self.rows)]
+        if self.choice.stateless:
+            drafted, choices, scores = self._choices_of_block(drafts, logits)
+        else:
+            drafted = drafts.tolist()
+        accepted = [0] * self.rows
+        for group in self.groups:
+            if self.apart and resting[group.start]:
+                continue
+            for i in range(count + 1):
+                if self.choice.stateless:
+                    step_scores, tokens = scores[group, i], [row[i] for row in choices[group]]
+                else:
+                    step_scores, tokens = self._choices_of_step(logits[:, i])
+                tokens, agreed = self._append(group, tokens, [row[i] if i < count else None for row in drafted[group]])
+                for row, same in zip(range(self.rows)[group], agreed):
+                    accepted[row] += same
+                self.record.add(step_scores, logits[group, i])
+                self.stop(group, text.view(group), tokens, self.record.scores)
+                if self.call.streamer is not None and self.rows > 1:
+                    self.call.streamer.put(torch.tensor(tokens))
+                if all(self.stop.ended[group]) or not all(agreed):
+                    break
+        added = [now - then for now, then in zip(text.lengths, before)]
+        if self.call.streamer is not None and self.rows == 1:
+            self.call.streamer.put(torch.tensor(text.ids[0, before[0] : text.lengths[0]].tolist()))
+        if max(before) > self.prompt.shape[1]:  # the prompt's pass is no round
+            self._count_round([row for row in range(self.rows) if not resting[row]], count, accepted, added)
+        else:
+            self.clock.start()
+        return added
 
-        position_ids = None
-        if attention_mask is not None:
-            # Positions count real tokens, as the target's do.
-            attention_mask = attention_mask.to(device)
-            start = self.cache.get_seq_length()
-            end = start + context_hidden_states.shape[1] + self.block_size
-            position_ids = torch.arange(start, end, device=device)[None] - (attention_mask == 0).sum()
-            position_ids = position_ids.clamp(min=0)
-            attention_mask = torch.cat([attention_mask, attention_mask.new_ones(1, self.block_size)], dim=1)
+    def _count_round(self, running: list[int], drafted: int, accepted: list[int], added: list[int]):
+        for row in running:
+            self.speculation.add_round(row, drafted, accepted[row], added[row])
+        if self.call.schedule is not None:
+            together = self.rows > 1 and not self.apart
+            counts = [min(drafted, added[row] - 1) if together else accepted[row] for row in running]
+            self.call.schedule.observe(drafted, counts, *self.clock.stop(), len(running), self.inputs.columns)
 
-        hidden = self.drafter(
-            noise_embeds, context_hidden_states, attention_mask, position_ids=position_ids, cache=self.cache
-        ).last_hidden_state
-        # Context keys and values stay for good; the block's own were a guess.
-        self.cache.crop(-self.block_size)
+    def _choices_of_block(self, drafts: torch.LongTensor, logits: torch.Tensor):
+        """(drafted, choices, scores (B, n + 1, V)): by row, of all positions; -1 where no token is possible."""
+        scores = self.choice.scores(self.text.ids, self.text.lengths, logits)
+        choices, valid = self.choice.choose(scores, self.text.lengths)
+        # The one synchronisation of a round.
+        fetched = torch.cat([drafts, choices.masked_fill(~valid, -1)], dim=1).tolist()
+        count = drafts.shape[1]
+        return [row[:count] for row in fetched], [row[count:] for row in fetched], scores
 
-        hidden = hidden[:, 1 : num_draft + 1]  # slot 0 is the anchor's own
-        hidden = hidden.to(device_of(self.head, context[-1].device), context[-1].dtype)
-        logits = self.drafter.draft_logits(hidden, self.head)[0]
-        if logits.shape[-1] > self.vocab_rows:  # a head padded beyond the tokens that the target can embed
-            logits[:, self.vocab_rows :] = -torch.inf
-        return logits
+    def _choices_of_step(self, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """Of one position, with processors that keep state: they see each emitted token's logits (B, V) once, in order."""
+        text = self.text
+        with self._counted_passes():
+            scores = self.choice.processors(text.view(slice(0, self.rows)), logits)
+        choices, valid = self.choice.choose(scores[:, None], text.lengths)
+        return scores, choices.masked_fill(~valid, -1)[:, 0].tolist()
 
-    def get_candidates(self, input_ids, model_kwargs=None, model_outputs=None, is_first_iteration=False, **kwargs):
-        """Candidates for transformers' loop: (1, length + n) ids, and None for the logits, so that the target chooses."""
-        length = input_ids.shape[1]
-        num_draft = self.num_draft_tokens
-        if self.max_length is not None:
-            num_draft = min(num_draft, self.max_length - length - 1)
-        if is_first_iteration or num_draft < 1:
-            return input_ids, None
-        # All tokens but the anchor are in the target's cache; those that the drafter lacks came with the last pass.
-        new = length - 1 - self.cache.get_seq_length()
-        context = [
-            states[:, :new] for states in tapped(model_outputs.hidden_states, self.target, self.target_layer_ids)
+    @contextmanager
+    def _counted_passes(self):
+        """Count the target's passes that processors make, in this thread."""
+        mine = threading.get_ident()
+
+        def count(*args):
+            self.speculation.processor_passes += threading.get_ident() == mine
+
+        hook = self.target.register_forward_pre_hook(count)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _append(self, group: slice, tokens: list[int], drafted: list[int | None]) -> tuple[list[int], list[bool]]:
+        """Write one token to each row of a group: (tokens, whether each was drafted). A resting row is padded."""
+        text, final, agreed = self.text, [], []
+        for row, token, draft in zip(range(self.rows)[group], tokens, drafted):
+            length = text.lengths[row]
+            if self.stop.resting(row):
+                token = text.pad_token_id
+            elif token < 0:
+                raise ValueError(
+                    f"no token is possible at position {length}: its processed scores hold a nan, or nothing but -inf."
+                )
+            if token != draft:
+                text.ids[row, length] = token
+            text.lengths[row] += 1
+            final.append(token)
+            agreed.append(token == draft)
+        return final, agreed
+
+    def commit(self, outputs, fed: int, added: list[int]):
+        """The pass put anchors and drafts into the cache; what was not accepted leaves it.
+
+        Features of what was accepted wait until the drafter runs again.
+        """
+        most, recurrent = max(added), self.rollback.recurrent
+        states = tapped(outputs.hidden_states, self.target, self.candidates.target_layer_ids)
+        states = [layer[:, layer.shape[1] - fed :][:, :most] for layer in states]
+        if self.limits.past_drafting(
+            max(self.inputs.position(n, row) for row, n in enumerate(self.text.lengths)) - most
+        ):
+            self.unread = []
+        else:
+            self.unread.append(Features(states, None if min(added) == most else added))
+        self.record.add_states(outputs, fed, most, self._keys_alone())
+
+        if recurrent is not None and most < fed and not recurrent.can_rerun:
+            self._replay(fed, most)
+        else:
+            self.rollback.commit(fed, added)
+        if trim := self.inputs.commit(added):
+            self.rollback.trim(trim)
+
+    def _replay(self, fed: int, added: int):
+        """Read accepted tokens once more, from before the pass that verified them."""
+        self.rollback.commit(fed, [0] * self.rows)
+        self._pass(self.text.ids[:, : self.text.lengths[0] - 1], added)
+        self.rollback.commit(added, [added] * self.rows)
+        self.speculation.replay_passes += 1
+
+    def _keys_alone(self) -> list[tuple[int, int] | None]:
+        """By layer with keys: how many a pass over the next token alone would see, and at most; None for a fixed number."""
+        layers = [layer for layer, linear in zip(self.cache.layers, self.cache.is_linear) if not linear]
+        return [
+            None if layer.is_compileable else (self.inputs.columns + 1, getattr(layer, "sliding_window", 1 << 62))
+            for layer in layers
         ]
-        attention_mask = model_kwargs.get("attention_mask")
-        if attention_mask is not None:
-            attention_mask = attention_mask[:, : length - 1]
-        logits = self.draft_logits(input_ids[:, -1:], context, num_draft, attention_mask)
-        return torch.cat([input_ids, logits.argmax(dim=-1)[None].to(input_ids.device)], dim=1), None
 
-    def update_candidate_strategy(self, input_ids, scores, num_matches):
-        """Part of transformers' interface; the number of drafted tokens is fixed here."""
+    # ---- the end
+
+    def close(self):
+        """Leave target and cache as others expect them, whatever happened."""
+        if self.rollback is not None:
+            self.rollback.close()
+
+    def result(self):
+        """What plain `generate` returns."""
+        call, record = self.call, self.record
+        if call.streamer is not None:
+            call.streamer.end()
+        if call.keeps_cache:
+            self._keep_context()
+        sequences = self.text.finished()
+        if not call.config.return_dict_in_generate:
+            return sequences
+        output = GenerateDecoderOnlyOutput(
+            sequences=sequences, scores=record.scores, logits=record.logits, attentions=record.attentions,
+            hidden_states=record.hidden_states, **{CACHE: self.cache},
+        )  # fmt: skip
+        output.speculation = self.speculation
+        return output
+
+    def _keep_context(self):
+        """For a later call with the same cache, unless the text that the cache holds is not known."""
+        behind = self.inputs.columns - (self.text.lengths[0] - 1)  # what came in the cache and not as text
+        ids = self.text.ids[:, : self.text.lengths[0] - 1]
+        if behind:
+            if self.prefix is None or self.prefix.shape[1] != behind:
+                return
+            ids = torch.cat([self.prefix, ids], dim=1)
+        if not all(self.cache.is_linear) and self.unread:
+            keep_context(self.cache, self.candidates, ids.clone(), self.unread)
+
+
+# Targets whose recurrent layers were seen to go on from their state, and whether these can run again by themselves.
+_RERUNS: "weakref.WeakKeyDictionary[PreTrainedModel, bool]" = weakref.WeakKeyDictionary()

@@ -6,14 +6,18 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Speculation:
-    """Statistics of one call. A round is one target pass after the prompt's, and the draft that it verified.
+    """Statistics of one call. A round is one draft and the target pass that verified it, after the prompt's pass.
 
     Args:
         acceptance_lengths: by row, then by round: tokens that the round added, the target's own included.
         drafted: by row, then by round: tokens that the drafter proposed.
         accepted: by row, then by round: proposals that became text.
-        target_passes: passes of the target, the prompt's included.
+        target_passes: passes of the target that this call made: the prompt's (one a chunk), one a round, and those below.
         drafter_passes: passes of the drafter.
+        prefix_passes: of the target, over a prefix that came in a cache without the drafter's context.
+        replay_passes: of the target, over accepted tokens once more, where a recurrent state had no other way back.
+        check_passes: of the target, whether its recurrent layers go on from their state over several tokens.
+        processor_passes: of the target, made by logits processors (guidance), and not among `target_passes`.
     """
 
     acceptance_lengths: list[list[int]] = field(default_factory=lambda: [[]])
@@ -21,15 +25,23 @@ class Speculation:
     accepted: list[list[int]] = field(default_factory=lambda: [[]])
     target_passes: int = 0
     drafter_passes: int = 0
+    prefix_passes: int = 0
+    replay_passes: int = 0
+    check_passes: int = 0
+    processor_passes: int = 0
 
-    def add_round(self, drafted: int, accepted: int, added: int):
-        self.drafted[0].append(drafted)
-        self.accepted[0].append(accepted)
-        self.acceptance_lengths[0].append(added)
+    @classmethod
+    def of_rows(cls, rows: int) -> "Speculation":
+        return cls(*([[] for _ in range(rows)] for _ in range(3)))
+
+    def add_round(self, row: int, drafted: int, accepted: int, added: int):
+        self.drafted[row].append(drafted)
+        self.accepted[row].append(accepted)
+        self.acceptance_lengths[row].append(added)
 
     @property
     def tau(self) -> float:
-        """Mean acceptance length of the rounds; nan if there was none."""
+        """Mean acceptance length of the rounds, over all rows; nan if there was none."""
         lengths = [*itertools.chain(*self.acceptance_lengths)]
         return sum(lengths) / len(lengths) if lengths else float("nan")
 

@@ -100,27 +100,82 @@ def check_pair(drafter, target: PreTrainedModel):
 
 
 class RoundInputs:
-    """The target's inputs beside its tokens. Those with one value a token continue the prompt's, in growing buffers."""
+    """The target's inputs beside its tokens. Those with one value a token continue the prompt's, in growing buffers.
+
+    Columns are those of the cache: as the text's while all rows advance together, behind what was passed in a cache; rows
+    that advance by different counts are moved apart, see `commit`.
+
+    Args:
+        model_kwargs: as prepared by `generate`, without the cache.
+        rows, length: of the tokens, as the caller sees them.
+        columns: tokens that the cache holds after the prompt's pass.
+    """
 
     PER_TOKEN = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 
-    def __init__(self, input_ids: torch.LongTensor, model_kwargs: dict):
-        self.fixed = {name: value for name, value in model_kwargs.items() if name not in self.PER_TOKEN}
-        self.grown = {name: model_kwargs[name] for name in self.PER_TOKEN if model_kwargs.get(name) is not None}
+    def __init__(self, model_kwargs: dict, rows: int, length: int, columns: int, device: torch.device):
+        self.columns = columns
+        self.grown = {
+            name: _fitted(model_kwargs[name], columns) for name in self.PER_TOKEN if model_kwargs.get(name) is not None
+        }
+        left_out = (*self.PER_TOKEN, CACHE, "inputs_embeds")
+        self.fixed = {name: value for name, value in model_kwargs.items() if name not in left_out}
         mask, positions = self.grown.get("attention_mask"), self.grown.get("position_ids")
-        self.num_padding = 0 if mask is None else int((mask == 0).sum())
-        last = input_ids.shape[1] - 1
-        # The caller may count positions from anywhere; a text token's index in the row is ahead of its position by this.
-        self.offset = self.num_padding if positions is None else last - int(positions[..., -1].max())
+        if positions is not None:  # the caller may count positions from anywhere
+            last = positions[..., -1].reshape(-1, positions.shape[-2]).amax(dim=0).expand(rows)
+        elif mask is not None:
+            last = mask.sum(dim=1) - 1
+        else:
+            last = torch.full((rows,), columns - 1)
+        # A text token's index in its row is ahead of its position by this.
+        self.offsets = [length - 1 - position for position in last.tolist()]
+        self.padding = [0] * rows if mask is None else (mask.cumsum(1) == 0).sum(1).tolist()
+        self.rows, self.device = rows, device
 
-    def upto(self, length: int, cache) -> dict:
-        """Keyword arguments for a row of `length` tokens, of which the target takes those that its cache lacks."""
+    def set_apart(self):
+        """Prepare for rows that advance by different counts: everything per token has one line a row."""
+        if "attention_mask" not in self.grown:
+            self.grown["attention_mask"] = torch.ones(self.rows, self.columns, dtype=torch.long, device=self.device)
+        for name, values in self.grown.items():
+            self.grown[name] = values.expand(*values.shape[:-2], self.rows, values.shape[-1])
+
+    def position(self, length: int, row: int) -> int:
+        """Position of the last of `length` tokens of a row."""
+        return length - 1 - self.offsets[row]
+
+    def ahead(self, count: int, cache, resting: list[int] = ()) -> dict:
+        """Keyword arguments for a pass over the next `count` tokens; `resting` rows have no more of their own."""
         inputs = self.fixed | {CACHE: cache}
+        length = self.columns + count
         for name, values in self.grown.items():
             if values.shape[-1] < length:
                 values = self.grown[name] = torch.cat([values, self._continued(name, values, length)], dim=-1)
             inputs[name] = values[..., :length]
+        for row in resting:  # they see what they hold, at a position that exists, and are not seen
+            inputs["attention_mask"][row, self.columns :] = 0
+            if "position_ids" in inputs:
+                held = inputs["position_ids"][..., row, self.columns - 1 : self.columns]
+                inputs["position_ids"][..., row, self.columns :] = held
         return inputs
+
+    def commit(self, added: list[int]) -> int:
+        """Count what the cache keeps. Returns how many columns are padding in every row now, dropped here already."""
+        most = max(added)
+        end = self.columns + most
+        if min(added) == most:
+            self.columns = end
+            return 0
+        behind = torch.tensor([most - count for count in added])
+        padding = [pad + most - count for pad, count in zip(self.padding, added)]
+        trim = min(padding)
+        for name, values in self.grown.items():
+            index = torch.arange(trim, end, device=values.device)[None] - behind.to(values.device)[:, None]
+            self.grown[name] = values.gather(-1, index.clamp(min=0).expand(*values.shape[:-1], -1))
+        pads = torch.tensor(padding, device=self.device) - trim
+        self.grown["attention_mask"].masked_fill_(torch.arange(end - trim, device=self.device)[None] < pads[:, None], 0)
+        self.padding = [pad - trim for pad in padding]
+        self.columns = end - trim
+        return trim
 
     @staticmethod
     def _continued(name: str, values: torch.Tensor, length: int) -> torch.Tensor:
@@ -134,9 +189,13 @@ class RoundInputs:
             last = torch.ones_like(last)
         return last.expand(*last.shape[:-1], count)
 
-    def padding(self, length: int) -> torch.Tensor | None:
-        """(1, length) with 0 at padding, or None where there is none."""
-        return self.grown["attention_mask"][:, :length] if self.num_padding else None
+
+def _fitted(values: torch.Tensor, columns: int) -> torch.Tensor:
+    """Values of the last tokens, with as many columns as the cache has; those on the left are in it already."""
+    missing = columns - values.shape[-1]
+    if missing > 0:
+        return torch.cat([values[..., :1].expand(*values.shape[:-1], missing), values], dim=-1)
+    return values[..., -columns:]
 
 
 class PassLimits:
@@ -155,6 +214,8 @@ class PassLimits:
         self.limits = [r["original_max_position_embeddings"] for r in ropes if r.get("rope_type") == "longrope"]
         self.limits += [table] if isinstance(table, int) else []
         self.last = table if any("dynamic" in (r.get("rope_type") or "") for r in ropes) else None
+        # The longest row of a batch then decides for all.
+        self.by_length = self.last is not None or any(r.get("rope_type") == "longrope" for r in ropes)
 
     def most_drafts(self, position: int, wanted: int) -> int:
         """How many tokens may be verified together with the anchor at `position`."""

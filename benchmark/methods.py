@@ -1,7 +1,7 @@
 """The methods that `dflash-hub bench` sets side by side. One is a name and the arguments it adds to `generate`.
 
-Names: plain, lookup, assistant, native, zlab, ours (the drafter's own default), ours-N (N drafted tokens), and ceiling-P,
-an oracle that runs the drafter and then proposes the target's own text, each token right with probability P.
+Names: plain, lookup, assistant, native, zlab, ours (the drafter's own default), ours-N (N drafted tokens), ours-auto (as
+many as pay), and ceiling-P, an oracle that runs the drafter and then proposes the target's own text, each token right with probability P.
 """
 
 import contextlib
@@ -148,7 +148,8 @@ class Ceiling(Generate):
     """Our loop with an oracle of chosen accuracy: the best that this machine gives at that acceptance."""
 
     def __init__(self, name: str, bench, accuracy: float):
-        super().__init__(name, bench, bench.drafter, assistant_model=bench.drafter)
+        most = bench.drafter.config.block_size - 1
+        super().__init__(name, bench, bench.drafter, assistant_model=bench.drafter, num_assistant_tokens=most)
         self.accuracy = accuracy
 
     def _prepare(self, stack, inputs, plain_ids, seed):
@@ -157,14 +158,15 @@ class Ceiling(Generate):
         text = inputs["input_ids"][0].tolist() + plain_ids
         run = DFlashCandidateGenerator.draft_logits
 
-        def draft_logits(generator, anchor, context, num_draft, attention_mask=None):
-            logits = run(generator, anchor, context, num_draft, attention_mask)  # at the drafter's real cost
+        def draft_logits(generator, *args, **kwargs):
+            logits = run(generator, *args, **kwargs)[0]  # (n, V), at the drafter's real cost
+            num_draft = len(logits)
             start = generator.cache.get_seq_length() + 1
             for slot in range(num_draft):
                 right = text[start + slot] if start + slot < len(text) else 0
                 wrong = random.Random(f"{seed} {start + slot}").random() >= self.accuracy
                 logits[slot, (right + 1) % logits.shape[-1] if wrong else right] = 1e4
-            return logits
+            return logits[None]
 
         stack.callback(setattr, DFlashCandidateGenerator, "draft_logits", run)
         DFlashCandidateGenerator.draft_logits = draft_logits
@@ -225,10 +227,10 @@ def make_method(name: str, bench):
     """
     kind, _, value = name.partition("-")
     known = kind in ("plain", "assistant", "zlab", "native") and not value
-    known = known or (kind in ("lookup", "ours") and (not value or value.isdigit()))
+    known = known or (kind in ("lookup", "ours") and (not value or value.isdigit())) or name == "ours-auto"
     if not known and not (kind == "ceiling" and re.fullmatch(r"0?\.\d+|[01](\.0*)?", value)):
         raise ValueError(
-            f"no method {name!r}; there are plain, lookup, assistant, native, zlab, ours, ours-N and ceiling-P."
+            f"no method {name!r}; there are plain, lookup, assistant, native, zlab, ours, ours-N, ours-auto and ceiling-P."
         )
     if kind == "plain":
         return Generate(name, bench)
@@ -247,6 +249,6 @@ def make_method(name: str, bench):
     if kind == "native":
         return Generate(name, bench, bench.drafter, assistant_model=bench.drafter, speculation_type="dflash")
     if kind == "ours":
-        drafted = {"num_assistant_tokens": int(value)} if value else {}
+        drafted = {"num_assistant_tokens": int(value) if value.isdigit() else value} if value else {}
         return Generate(name, bench, bench.drafter, assistant_model=bench.drafter, **drafted)
     return Ceiling(name, bench, float(value))

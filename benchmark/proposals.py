@@ -30,16 +30,17 @@ def propose_argmax(self, text, start, logits):
 
 def propose_independent(self, text, start, logits):
     if not hasattr(self, "own"):
-        self.own = GumbelNoise(self.noise.generator.initial_seed() ^ 0x5DEECE66D, start, self.noise.span, logits.device)
+        shared = self.noises[0]
+        self.own = [GumbelNoise(shared.generator.initial_seed() ^ 0x5DEECE66D, start[0], shared.span, logits.device)]
     return _propose(self, text, start, logits, self.own)
 
 
-def _propose(choice, text, start, logits, noise):
-    processors, shared, choice.noise = choice.processors, choice.noise, noise
+def _propose(choice, text, start, logits, noises):
+    shared, choice.noises = choice.noises, noises
     try:
         return SHARED(choice, text, start, logits)
     finally:
-        choice.processors, choice.noise = processors, shared
+        choice.noises = shared
 
 
 SHARED = TargetChoice.propose

@@ -49,6 +49,14 @@ OWN = {
     "cohere2": {"layer_types": ["sliding_attention", "full_attention"] * 3},
     "smollm3": {"no_rope_layers": [1, 0] * 3},
     "dory": {"n_input_layers": 4, "n_output_layers": 4, "n_recurrent_layers": 4},
+    "bamba": {"attn_layer_indices": [1, 3], "mamba_n_groups": 1, "mamba_expand": 2, "mamba_chunk_size": 8},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_groups": 1, "mamba_chunk_size": 8},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"] * 3,
+        "mamba_n_groups": 1,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 8,
+    },
     "phi3": {"sliding_window": None, "original_max_position_embeddings": 256},
 }
 
@@ -65,9 +73,10 @@ def tiny_config(model_type: str, **overrides):
             return config_class(**sizes)
         except AttributeError as error:  # a size that the family derives from others
             derived = re.search(r"property '(\w+)' of .* has no setter", str(error))
-            if not derived or derived[1] not in sizes:
+            name = derived and ("layer_types" if derived[1] == "layers_block_type" else derived[1])
+            if name not in sizes:
                 raise
-            del sizes[derived[1]]
+            del sizes[name]
 
 
 def small_sizes(default) -> dict:
@@ -108,6 +117,7 @@ def tiny_family(model_type: str, **overrides):
 def drafter_for(target, block_size: int = 5, **overrides) -> DFlashDraftModel:
     torch.manual_seed(1)
     config = derive_config(target, VOCAB - 1, 1, block_size, TAPS, None, [])
+    config.num_draft_tokens = block_size - 1  # counts are compared
     for name, value in overrides.items():
         setattr(config, name, value)
     return DFlashDraftModel(config).eval()
@@ -120,13 +130,17 @@ def drafting(kind: str, text: torch.Tensor | None, run_drafter):
     tokens (oracle), by about half of them (half-right), or not at all (random).
     """
 
-    def draft_logits(self, anchor, context, num_draft, attention_mask=None):
-        logits = run_drafter(self, anchor, context, num_draft, attention_mask)
-        first = self.cache.get_seq_length() + 1
-        for index in range(first, first + num_draft if kind != "random" else first):
-            right = int(text[0, index]) if index < text.shape[1] else 0
-            wrong = kind == "half-right" and index % 2 == 1 and index % 5 != 0
-            logits[index - first, (right + 1) % logits.shape[-1] if wrong else right] = 1e4
+    def draft_logits(self, anchor, context, num_draft, attention_mask=None, counts=None):
+        logits = run_drafter(self, anchor, context, num_draft, attention_mask, counts)
+        for row in range(len(logits) if kind != "random" else 0):
+            tokens = text[row].tolist()
+            known = self.cache.get_seq_length() if self.seen is None else self.seen[row]
+            padding = next(i for i, token in enumerate(tokens) if token != 0)  # no context of the drafter
+            for slot in range(num_draft):
+                index = padding + self.start + known + 1 + slot
+                right = tokens[index] if index < len(tokens) else 0
+                wrong = kind == "half-right" and (index + row) % 2 == 1 and index % 5 != 0
+                logits[row, slot, (right + 1) % logits.shape[-1] if wrong else right] = 1e4
         return logits
 
     return draft_logits

@@ -20,7 +20,7 @@ WARPERS = {
 
 
 def choice_of(processors, seed=0, span=1):
-    return TargetChoice(LogitsProcessorList(processors), GumbelNoise(seed, 0, span, torch.device("cpu")))
+    return TargetChoice(LogitsProcessorList(processors), [GumbelNoise(seed, 0, span, torch.device("cpu"))])
 
 
 @pytest.mark.parametrize("name", WARPERS)
@@ -30,10 +30,10 @@ def test_choices_have_the_targets_distribution(name):
     logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(5)) * 1.5
     text = torch.tensor([[2, 5, 5]])
     choice = choice_of(WARPERS[name], span=draws)
-    scores = choice.scores(text, 3, logits)
-    exact = scores.double().softmax(-1)[0]
-    choices, valid = choice.choose(scores.expand(draws, -1), 0)
-    drawn = torch.bincount(choices, minlength=vocabulary) / draws
+    scores = choice.scores(text, [3], logits[None])
+    exact = scores.double().softmax(-1)[0, 0]
+    choices, valid = choice.choose(scores.expand(-1, draws, -1), [0])
+    drawn = torch.bincount(choices[0], minlength=vocabulary) / draws
     assert valid.all()
     assert 0.5 * (drawn - exact).abs().sum() < 0.02
     assert (drawn[exact == 0] == 0).all()
@@ -64,9 +64,9 @@ def test_same_distributions_propose_the_same():
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
     choice = choice_of([lp.TemperatureLogitsWarper(0.9), lp.RepetitionPenaltyLogitsProcessor(1.4)], span=6)
     text = torch.zeros(1, 10, dtype=torch.long)
-    drafts = choice.propose(text, 4, logits).clone()
-    assert torch.equal(text[0, 4:], drafts)
-    choices, _ = choice.choose(choice.scores(text, 4, logits), 4)
+    drafts = choice.propose(text, [4], logits[None]).clone()
+    assert torch.equal(text[:, 4:], drafts)
+    choices, _ = choice.choose(choice.scores(text, [4], logits[None]), [4])
     assert torch.equal(choices, drafts)
 
 
@@ -91,7 +91,7 @@ def test_a_seeds_text_does_not_depend_on_the_drafter(name, drafts_of, monkeypatc
     texts = []
     for seed in range(3):
         with monkeypatch.context() as patched:
-            patched.setattr(generation_dflash, "_resolve_num_draft_tokens", lambda *args: 0)
+            patched.setattr(generation_dflash, "resolve_num_draft_tokens", lambda *args: 0)
             alone = sample(target, ids, seed, assistant_model=drafter, **SAMPLING[name])
         assert drafter.last_speculation.num_drafted == 0
         texts.append(alone[0].tolist())

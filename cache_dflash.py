@@ -1,0 +1,435 @@
+"""The target's cache between passes: what was verified and not accepted leaves it, whatever kind of cache it is.
+
+Decided layer by layer, by what a layer can do: crop itself; be put back and fed again (windows of fixed size); or, for a
+recurrent state, be restored to what it was before the pass, whereupon only that layer's mixer runs again over the
+accepted tokens. Rows that accepted different counts are moved back to left-padded form.
+
+Legend of shapes: B rows, S columns of a layer's keys, F tokens fed in a pass.
+"""
+
+import copy
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel, cache_utils
+from transformers.cache_utils import (
+    Cache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    QuantizedLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+# Newer than the oldest supported transformers.
+_FP8_LAYER = getattr(cache_utils, "Fp8QuantizedLayer", ())
+_DUMMY_LAYER = getattr(cache_utils, "DummyLayer", ())
+
+
+def cached_length(cache: Cache | None) -> int:
+    """Tokens that a cache holds; 0 for one with recurrent states only, which do not count."""
+    if cache is None or all(cache.is_linear):
+        return 0
+    return int(cache.get_seq_length())
+
+
+class CacheRollback:
+    """Takes back from a cache, after each pass, what was not accepted.
+
+    Args:
+        cache: after the prompt's pass; past recording is switched on where a layer needs it.
+        target: its mixers run again where they keep a recurrent state.
+
+    Raises:
+        ValueError: a layer cannot be rolled back exactly; names it.
+    """
+
+    def __init__(self, cache: Cache, target: PreTrainedModel):
+        self.cache, self.target = cache, target
+        if type(cache).crop is not Cache.crop or type(cache).update is not Cache.update:
+            self._refuse(cache)  # it keeps more than its layers, which are all that is known here
+        recurrent = any(_states_of(layer, "recurrent_states") for layer in cache.layers)
+        self.recurrent = RecurrentStates(cache, target) if recurrent else None
+        self.parts = [part for layer in cache.layers if (part := self._part(layer)) is not None]
+        # Passes of few different lengths, where every length may be compiled.
+        self.fixed_lengths = bool(cache.is_compileable)
+        self.moves_rows = not cache.offloading and all(_moves_rows(layer) for layer in cache.layers)
+
+    def _part(self, layer):
+        if isinstance(layer, _DUMMY_LAYER) or not _is_used(layer):
+            return None
+        if isinstance(layer, _FP8_LAYER):
+            return _Fp8(layer)
+        if isinstance(layer, QuantizedLayer):
+            return _Quantized(layer)
+        if isinstance(layer, StaticSlidingWindowLayer):
+            return _StaticWindow(layer)
+        if isinstance(layer, StaticLayer):
+            return _Static(layer, self._refuse)
+        if isinstance(layer, LinearAttentionCacheLayerMixin) and self.recurrent:
+            # The states are restored; keys beside them are cropped.
+            return _KeysOnly(layer) if isinstance(layer, DynamicLayer) else None
+        if not layer.is_croppable:
+            self._refuse(layer)
+        return _Croppable(layer)
+
+    def _refuse(self, part):
+        raise ValueError(
+            f"the cache of {type(self.target).__name__} cannot be rolled back to the accepted tokens (a "
+            f"{type(part).__name__} cannot be put back as it was), so a DFlash drafter cannot be used with it."
+        )
+
+    def most_drafts(self, wanted: int) -> int:
+        """How many tokens may be verified beside the anchor without losing what a rejection needs."""
+        return max(min([wanted, *(part.most_fed() - 1 for part in self.parts if hasattr(part, "most_fed"))]), 0)
+
+    @contextmanager
+    def verifying(self):
+        """Around a pass whose tokens may be rejected."""
+        for part in self.parts:
+            part.before()
+        if self.recurrent is None:
+            yield
+        else:
+            with self.recurrent.recorded():
+                yield
+
+    def commit(self, fed: int, added: list[int]):
+        """Keep the first `added[r]` of the `fed` tokens of the last pass.
+
+        Rows of different counts are moved to the right, so that they end together; see `RoundInputs.commit`.
+        """
+        most = max(added)
+        if min(added) < most:
+            behind = torch.tensor([most - count for count in added])
+            for layer in self.cache.layers:
+                move_right(layer, behind, fed - most, conv=self.recurrent is None)
+        for part in self.parts:
+            part.commit(fed, most)
+        if self.recurrent is not None:
+            self.recurrent.commit(fed, added)
+
+    def trim(self, count: int):
+        """Drop `count` columns on the left, padding in every row."""
+        for layer in self.cache.layers:
+            trim_left(layer, count)
+
+    def close(self):
+        """Leave the cache as a caller expects it, who may never crop it."""
+        for layer in self.cache.layers:
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
+        if self.recurrent is not None:
+            self.recurrent.close()
+
+
+def _is_used(layer) -> bool:
+    if isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, (DynamicLayer, StaticLayer)):
+        return bool(_states_of(layer, "conv_states") or _states_of(layer, "recurrent_states"))
+    return getattr(layer, "is_initialized", True)
+
+
+def _states_of(layer, name: str) -> dict[int, torch.Tensor]:
+    return {i: state for i, state in getattr(layer, name, {}).items() if state is not None}
+
+
+_MOVABLE = {
+    "DummyLayer", "DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer",
+}  # fmt: skip
+
+
+def _moves_rows(layer) -> bool:
+    """Whether rows of this layer can be moved apart from each other; subclasses may keep more than is known here."""
+    return type(layer).__name__ in _MOVABLE and type(layer).__module__ == cache_utils.__name__
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# One layer's part. `before` is called before a pass, `commit` after it.
+
+
+class _Croppable:
+    """Full, sliding and indexed attention, and convolutions: the layer crops itself."""
+
+    def __init__(self, layer):
+        self.layer = layer
+        if hasattr(layer, "activate_past_recording"):  # what a rejected draft pushes out of a window comes back
+            layer.activate_past_recording()
+
+    def before(self):
+        pass
+
+    def commit(self, fed: int, added: int):
+        self.layer.crop(added - fed)
+
+
+class _KeysOnly(_Croppable):
+    """Keys and values of a layer that has recurrent states too."""
+
+    def __init__(self, layer):
+        self.layer = layer
+        self.crop = DynamicLayer.crop
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            self.crop = DynamicSlidingWindowLayer.crop
+            layer.activate_past_recording()
+
+    def commit(self, fed: int, added: int):
+        self.crop(self.layer, added - fed)
+
+
+class _Static(_Croppable):
+    """Fixed room: what is behind the length is overwritten by the next pass."""
+
+    def __init__(self, layer, refuse):
+        self.layer = layer
+        if type(layer) is not StaticLayer and not hasattr(layer, "crop"):
+            refuse(layer)
+
+    def most_fed(self) -> int:
+        return self.layer.max_cache_len - int(self.layer.get_seq_length())
+
+    def commit(self, fed: int, added: int):
+        if hasattr(self.layer, "crop"):
+            StaticLayer.crop(self.layer, added - fed) if type(self.layer) is StaticLayer else self.layer.crop(
+                added - fed
+            )
+        else:
+            self.layer.cumulative_length.sub_(fed - added)
+
+
+class _StaticWindow(_Croppable):
+    """A window of fixed size: put back as it was, and fed the accepted tokens' keys again."""
+
+    def __init__(self, layer):
+        self.layer = layer
+
+    def most_fed(self) -> int:
+        return self.layer.max_cache_len
+
+    def before(self):
+        layer = self.layer
+        self.kept = (layer.keys.clone(), layer.values.clone(), layer.cumulative_length.clone())
+        self.length = layer.cumulative_length_int
+
+    def commit(self, fed: int, added: int):
+        if added == fed:
+            return
+        layer = self.layer
+        end = min(self.length + fed, layer.max_cache_len)
+        new = layer.keys[:, :, end - fed : end].clone(), layer.values[:, :, end - fed : end].clone()
+        for now, before in zip((layer.keys, layer.values, layer.cumulative_length), self.kept):
+            now.copy_(before)  # in place: a compiled pass holds on to these tensors
+        layer.cumulative_length_int = self.length
+        if added:
+            layer.update(new[0][:, :, :added], new[1][:, :, :added])
+
+
+class _Quantized(_Croppable):
+    """Recent keys are kept as they are until there are enough to quantise; a pass never crosses that point.
+
+    So what is quantised, and when, is what single-token decoding quantises.
+    """
+
+    def __init__(self, layer):
+        self.layer = layer
+
+    def most_fed(self) -> int:
+        recent = self.layer.keys.shape[-2] if self.layer.keys.dim() == 4 else 0
+        return self.layer.residual_length - 1 - recent
+
+    def commit(self, fed: int, added: int):
+        if added < fed:
+            self.layer.keys = self.layer.keys[..., : added - fed, :]
+            self.layer.values = self.layer.values[..., : added - fed, :]
+            self.layer.cumulative_length -= fed - added
+
+
+class _Fp8(_Croppable):
+    """Every key is quantised by itself, with a scale that the prompt fixed."""
+
+    def __init__(self, layer):
+        self.layer = layer
+
+    def commit(self, fed: int, added: int):
+        if added < fed:
+            for name in ("_quantized_keys", "_quantized_values"):
+                states, scale = getattr(self.layer, name)
+                setattr(self.layer, name, (states[..., : added - fed, :], scale))
+            self.layer.cumulative_length -= fed - added
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Recurrent states.
+
+
+class RecurrentStates:
+    """Restores recurrent states and runs their mixers again over what was accepted; no target pass is needed.
+
+    A mixer is found by what it does: it is the module at work when the cache is asked to take a new state. Its inputs
+    are recorded by hooks that heed this cache only, so calls of other threads are not mistaken for ours.
+    """
+
+    def __init__(self, cache: Cache, target: PreTrainedModel):
+        self.cache = cache
+        self.layers = {
+            i: layer
+            for i, layer in enumerate(cache.layers)
+            if isinstance(layer, LinearAttentionCacheLayerMixin)
+            and (_states_of(layer, "conv_states") or _states_of(layer, "recurrent_states"))
+        }
+        self.modules = [m for m in target.modules() if getattr(m, "layer_idx", None) in self.layers]
+        self.before: dict[int, dict[str, dict[int, torch.Tensor]]] = {}
+        self.at_work: dict[int, tuple] = {}  # the newest call with this cache, by layer
+        self.calls: dict[int, tuple] = {}  # the call that changed the state
+        for i, layer in self.layers.items():
+            for name in ("update_conv_state", "update_recurrent_state"):
+                setattr(layer, name, self._noted(i, getattr(layer, name)))
+
+    def _noted(self, i: int, update):
+        def noted(*args, **kwargs):
+            self.calls[i] = self.at_work.get(i)
+            return update(*args, **kwargs)
+
+        return noted
+
+    @property
+    def can_rerun(self) -> bool:
+        """Whether the last pass showed the mixer of every layer. A compiled target, for one, may not."""
+        return all(self.calls.get(i) is not None for i in self.layers)
+
+    @contextmanager
+    def recorded(self):
+        """Keep the states as they are, and record the mixers' inputs during the pass inside."""
+        self.before = {
+            i: {name: {k: s.clone() for k, s in _states_of(layer, name).items()} for name in _STATES}
+            for i, layer in self.layers.items()
+        }
+        self.at_work, self.calls = {}, {}
+
+        def record(module, args, kwargs=None):  # torch may call without kwargs a hook that is being removed
+            if kwargs is not None and any(value is self.cache for value in (*args, *kwargs.values())):
+                self.at_work[module.layer_idx] = (module, args, kwargs)
+
+        hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in self.modules]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def commit(self, fed: int, added: list[int]):
+        """States after the first `added[r]` of the `fed` tokens of row r; rows of equal count run together."""
+        for i, layer in self.layers.items():
+            if layer.record_past:  # a layer with a sliding window beside the state
+                for k, state in _states_of(layer, "conv_states").items():
+                    layer.conv_states[k] = state[..., -layer.conv_kernel_size[k] :]
+            for count in set(added) - {fed}:
+                rows = [r for r, a in enumerate(added) if a == count]
+                self._restore(i, layer, rows, fed, count)
+
+    def _restore(self, i: int, layer, rows: list[int], fed: int, count: int):
+        states = {name: {k: s[rows] for k, s in self.before[i][name].items()} for name in _STATES}
+        if count:
+            states = self._rerun(i, layer, states, rows, fed, count)
+        for name in _STATES:
+            for k, state in states[name].items():
+                getattr(layer, name)[k][rows] = state  # in place: the layer's tensors may be of a compiled pass
+
+    def _rerun(self, i: int, layer, states: dict, rows: list[int], fed: int, count: int) -> dict:
+        alone = copy.copy(layer)
+        for name in ("update_conv_state", "update_recurrent_state"):
+            del alone.__dict__[name]
+        alone.__dict__.update(
+            {k: dict(v) if isinstance(v, dict) else v for k, v in layer.__dict__.items() if k in _OWN}
+        )
+        alone.record_past = False
+        for name in _STATES:
+            getattr(alone, name).update(states[name])
+        cache = copy.copy(self.cache)
+        cache.layers = [*self.cache.layers]
+        cache.layers[i] = alone
+
+        batch = next(iter(next(s for s in self.before[i].values() if s).values())).shape[0]
+
+        def cut(value):
+            if value is self.cache:
+                return cache
+            if isinstance(value, (tuple, list)):
+                return type(value)(cut(part) for part in value)
+            if isinstance(value, torch.Tensor) and value.ndim > 1:
+                if value.shape[1] == fed:
+                    value = value[:, :count]
+                if value.shape[0] == batch and len(rows) < batch:
+                    value = value[rows]
+            return value
+
+        module, args, kwargs = self.calls[i]
+        module(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
+        return {name: _states_of(alone, name) for name in _STATES}
+
+    def close(self):
+        for layer in self.layers.values():
+            for name in ("update_conv_state", "update_recurrent_state"):
+                layer.__dict__.pop(name, None)
+
+
+_STATES = ("conv_states", "recurrent_states")
+_OWN = (
+    *_STATES, "is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size",
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Rows. A layer's columns end together in every row; rows that hold fewer tokens have padding on the left.
+
+
+def move_right(layer, behind: torch.Tensor, surplus: int, conv: bool):
+    """Move row r of a layer right by `behind[r]` columns, within all but the last `surplus` columns.
+
+    What is moved out are tokens that were not accepted; what appears on the left is padding, which masks hide. This
+    copies the layer's keys and values once.
+
+    Args:
+        conv: whether the inputs of convolutions are moved too.
+    """
+    for holder, name, dim, rows_dim in _per_token(layer, conv):
+        states = holder[name]
+        count = states.shape[dim] - surplus
+        index = torch.arange(count, device=states.device)[None] - behind.to(states.device)[:, None]  # (B, S)
+        shape = [1] * states.ndim
+        shape[rows_dim], shape[dim] = index.shape
+        kept = states.narrow(dim, 0, count)
+        moved = kept.gather(dim, index.clamp(min=0).view(shape).expand_as(kept))
+        holder[name] = torch.cat([moved, states.narrow(dim, count, surplus)], dim=dim)
+
+
+def trim_left(layer, count: int):
+    """Drop `count` columns on the left; a sliding layer has dropped those beyond its window already."""
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length -= count
+        stored = min(layer.cumulative_length, layer.sliding_window - 1)
+        layer.keys, layer.values = (
+            states[..., states.shape[-2] - stored :, :] for states in (layer.keys, layer.values)
+        )
+        return
+    for holder, name, dim, _ in _per_token(layer, conv=False):
+        holder[name] = holder[name].narrow(dim, count, holder[name].shape[dim] - count)
+
+
+def _per_token(layer, conv: bool):
+    """(holder, name, dimension of the tokens, dimension of the rows) of each tensor that has one column a token."""
+    if isinstance(layer, _DUMMY_LAYER) or not _is_used(layer):
+        return
+    own = layer.__dict__
+    if isinstance(layer, DynamicLayer):
+        yield own, "keys", 2, 0
+        yield own, "values", 2, 0
+    if isinstance(layer, DynamicIndexedLayer) and layer.is_indexer_initialized:
+        yield own, "indexer_keys", 1, 0
+        if own.get("indexer_position_ids") is not None:
+            yield own, "indexer_position_ids", 2, 1
+    if conv and isinstance(layer, LinearAttentionCacheLayerMixin):
+        for key, state in _states_of(layer, "conv_states").items():
+            yield layer.conv_states, key, state.ndim - 1, 0

@@ -1,0 +1,40 @@
+"""Seconds of a round, read where the loop waits for the device anyway."""
+
+import time
+
+import torch
+
+
+class RoundClock:
+    """Splits the time from one round's synchronisation to the next into the drafter's and the rest.
+
+    On a GPU the drafter's share is between two events, which are complete once the round has synchronised; no further
+    synchronisation is made.
+    """
+
+    def __init__(self, device: torch.device):
+        self.on_gpu = device.type == "cuda"
+        self.marks = []
+        self.last = 0.0
+
+    def start(self):
+        """Right after a synchronisation: the first round begins."""
+        self.last = time.perf_counter()
+
+    def mark(self):
+        """Before and after the drafter's work."""
+        if self.on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def stop(self) -> tuple[float, float]:
+        """Right after the round's synchronisation: (seconds of the round less the drafter's, the drafter's)."""
+        now, drafter = time.perf_counter(), 0.0
+        if self.marks:
+            start, end = self.marks
+            drafter = start.elapsed_time(end) / 1e3 if self.on_gpu else end - start
+        seconds, self.last, self.marks = now - self.last, now, []
+        return max(seconds - drafter, 0.0), drafter

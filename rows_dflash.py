@@ -1,0 +1,134 @@
+"""The rows of a call: their tokens, when each has ended, and what is recorded of them on the way."""
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList, StopStringCriteria
+
+
+class Text:
+    """Tokens of every row, with its original padding, in a buffer that grows by doubling, so that no round copies them.
+
+    Args:
+        input_ids: (B, prompt).
+        pad_token_id: follows a row that ended before others.
+    """
+
+    def __init__(self, input_ids: torch.LongTensor, pad_token_id: int | None):
+        self.ids = input_ids.to(torch.long)
+        self.lengths = [input_ids.shape[1]] * input_ids.shape[0]
+        self.pad_token_id = pad_token_id
+        self.reserve(256)
+
+    def reserve(self, count: int):
+        """Make room for `count` more tokens in every row."""
+        rows, capacity = self.ids.shape
+        if max(self.lengths) + count > capacity:
+            self.ids = torch.cat([self.ids, self.ids.new_zeros(rows, max(capacity, count))], dim=1)
+
+    def view(self, rows: slice) -> torch.LongTensor:
+        """(rows, length) the tokens of rows of equal length."""
+        return self.ids[rows, : self.lengths[rows.start]]
+
+    def upto(self, num_draft: int) -> torch.LongTensor:
+        """(B, length + num_draft) the text and what was drafted after it, of rows of equal length."""
+        return self.ids[:, : self.lengths[0] + num_draft]
+
+    def newest(self, count: int) -> torch.LongTensor:
+        """(B, count) the anchor of every row, and what was drafted after it."""
+        if min(self.lengths) == max(self.lengths):
+            start = self.lengths[0] - 1
+            return self.ids[:, start : start + count]
+        return torch.stack([row[length - 1 : length - 1 + count] for row, length in zip(self.ids, self.lengths)])
+
+    def finished(self) -> torch.LongTensor:
+        """(B, longest) as plain `generate` returns it."""
+        longest = max(self.lengths)
+        ids = self.ids[:, :longest].clone()
+        for row, length in zip(ids, self.lengths):
+            if length < longest:
+                row[length:] = self.pad_token_id
+        return ids
+
+
+class Stop:
+    """Which rows have ended, asked once per emitted token and in order, as in plain `generate`."""
+
+    def __init__(self, criteria: StoppingCriteriaList, rows: int):
+        lengths = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
+        self.budget = min(lengths)  # the text is not longer, whatever a subclass makes of its length
+        self.max_length = min((c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=float("inf"))
+        self.eos = {token for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.tolist()}
+        # Plain `generate` pads a row that has ended only where end tokens are in play; otherwise it goes on writing.
+        self.rests = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        # End tokens and length are decided on the host; anything else may keep state, and is called.
+        self.others = StoppingCriteriaList(c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria))
+        # Those that look at the end of one row only.
+        self.by_row = not self.others or (self.rests and all(type(c) is StopStringCriteria for c in self.others))
+        self.ended = [False] * rows
+
+    def __call__(self, rows: slice, text: torch.LongTensor, tokens: list[int], scores: tuple | None):
+        """Mark those of `rows` that end with `tokens`, the last of `text` (rows, length)."""
+        full = text.shape[1] >= self.max_length
+        ends = [full or token in self.eos for token in tokens]
+        if self.others:
+            ends = [a or b for a, b in zip(ends, self.others(text, scores).tolist())]
+        self.ended[rows] = [a or b for a, b in zip(self.ended[rows], ends)]
+
+    def resting(self, row: int) -> bool:
+        """Whether a row has ended and is only padded from here on."""
+        return self.ended[row] and self.rests
+
+
+class Record:
+    """What the caller asked to get back beside the text, one entry an emitted token, as plain `generate` gives it."""
+
+    def __init__(self, generation_config: GenerationConfig):
+        wanted = generation_config.return_dict_in_generate
+        self.scores = () if wanted and generation_config.output_scores else None
+        self.logits = () if wanted and generation_config.output_logits else None
+        self.attentions = () if wanted and generation_config.output_attentions else None
+        self.hidden_states = () if wanted and generation_config.output_hidden_states else None
+
+    def add(self, scores: torch.Tensor, logits: torch.Tensor):
+        """Of one step, each (B, V); a copy frees the rows of the block that were rejected."""
+        if self.scores is not None:
+            self.scores += (scores.clone(),)
+        if self.logits is not None:
+            self.logits += (logits.clone(),)
+
+    def add_states(self, outputs, fed: int, added: int, lengths: list | None):
+        """Hidden states and attentions of the first `added` of the `fed` tokens of a pass.
+
+        Args:
+            lengths: by layer with keys, how many a pass over the first token alone would see, and how many at most; None
+                for a fixed number. In place of the list None for the prompt's pass, of which everything is kept.
+        """
+        if self.hidden_states is not None:
+            states = outputs.hidden_states
+            if lengths is None:
+                self.hidden_states += (states,)
+            else:
+                first = states[-1].shape[1] - fed
+                self.hidden_states += tuple(
+                    tuple(layer[:, first + i : first + i + 1].clone() for layer in states) for i in range(added)
+                )
+        if self.attentions is not None:
+            if lengths is None:
+                self.attentions += (outputs.attentions,)
+            else:
+                self.attentions += tuple(
+                    tuple(
+                        None if layer is None else _attention_of_one(layer, fed, i, keys)
+                        for layer, keys in zip(outputs.attentions, lengths)
+                    )
+                    for i in range(added)
+                )
+
+
+def _attention_of_one(weights: torch.Tensor, fed: int, i: int, keys: tuple[int, int] | None) -> torch.Tensor:
+    """The weights (B, heads, 1, keys) that token `i` of `fed` would have alone, of those of the block's pass."""
+    start, end = 0, weights.shape[-1]
+    if keys is not None:
+        end = end - fed + i + 1
+        start = end - min(keys[0] + i, keys[1])
+    return weights[:, :, i : i + 1, start:end].clone()

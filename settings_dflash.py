@@ -1,0 +1,219 @@
+"""What a call of `generate` may ask for beside a DFlash drafter: honoured as in plain `generate`, or refused by name.
+
+`docs/generate.md` lists every argument and every field with its reason; a test holds the two together, and fails when a
+new transformers adds one that is in neither list.
+"""
+
+import inspect
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import EncoderDecoderCache
+from transformers.generation import StoppingCriteriaList, StopStringCriteria
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
+from transformers.utils import cached_file
+
+from .cache_dflash import cached_length
+from .hub_dflash import CUSTOM_GENERATE_MARK
+from .target_dflash import CACHE
+
+# Fields of GenerationConfig that ask for another way of decoding, with the values that ask for nothing.
+REFUSED_FIELDS = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "penalty_alpha": (None, 0),
+    "dola_layers": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "assistant_ensemble_weight": (None,),
+    "use_mtp": (None, False),
+    "use_cache": (None, True),
+    "is_assistant": (None, False),
+    "speculation_type": (None,),
+}
+REFUSED_VALUES = {"cache_implementation": ("paged",)}
+REFUSED_ARGUMENTS = ("custom_generate", "synced_gpus", "assistant_tokenizer")
+
+HONOURED_ARGUMENTS = {
+    "inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",
+    "assistant_model", "streamer", "negative_prompt_ids", "negative_prompt_attention_mask", "kwargs",
+}  # fmt: skip
+HONOURED_FIELDS = {
+    "max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings", "do_sample",
+    "cache_implementation", "cache_config", "max_cache_len", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p",
+    "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size", "bad_words_ids", "renormalize_logits", "forced_bos_token_id", "forced_eos_token_id",
+    "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
+    "sequence_bias", "token_healing", "guidance_scale", "watermarking_config", "num_return_sequences",
+    "output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
+    "pad_token_id", "bos_token_id", "eos_token_id", "num_assistant_tokens", "prefill_chunk_size", "compile_config",
+    "disable_compile",
+}  # fmt: skip
+# Of other ways of decoding, which are refused or not asked for: without effect, as in plain `generate`.
+IDLE_FIELDS = {
+    "early_stopping", "length_penalty", "diversity_penalty", "low_memory", "decoder_start_token_id",
+    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind",
+    "target_lookbehind", "continuous_batching_config",
+}  # fmt: skip
+# Our own arguments of `generate`; the second is no field of GenerationConfig.
+OWN_ARGUMENTS = ("num_assistant_tokens", "read_prefix")
+
+
+def without(call: dict, *names: str) -> dict:
+    return {name: value for name, value in call.items() if name not in names}
+
+
+def resolve_generation_config(target, generate, call: dict) -> tuple[GenerationConfig, dict]:
+    """The generation config that this call will run with, and what is left for the model's forward."""
+    named = set(inspect.signature(generate).parameters) | {"trust_remote_code", "tokenizer", "assistant_tokenizer"}
+    return target._prepare_generation_config(call.get("generation_config"), **without(call, *named, *OWN_ARGUMENTS))
+
+
+def refuse_unsupported(target: PreTrainedModel, resolved: GenerationConfig, model_kwargs: dict, call: dict):
+    """Raise a ValueError that names what cannot be honoured, before anything is generated."""
+    for name in REFUSED_ARGUMENTS:
+        if call.get(name) is not None and call[name] is not False:
+            raise ValueError(f"`{name}` is not supported together with a DFlash drafter as `assistant_model`.")
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    several = several and torch.distributed.get_world_size() > 1
+    if several and call.get("synced_gpus") is None and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(target)):
+        raise ValueError(
+            f"{type(target).__name__} is sharded by DeepSpeed ZeRO-3 or FSDP, whose processes `generate` keeps in step "
+            "(`synced_gpus`); a DFlash drafter does not. Call `generate` without `assistant_model`."
+        )
+    for name, value in resolved.to_dict().items():
+        neutral = REFUSED_FIELDS.get(name)
+        if (neutral is not None and value not in neutral) or value in REFUSED_VALUES.get(name, ()):
+            raise ValueError(
+                f"`{name}={value!r}` is not supported together with a DFlash drafter. Leave it unset, or call "
+                "`generate` without `assistant_model`."
+            )
+        known = neutral is not None or name in HONOURED_FIELDS or name in IDLE_FIELDS
+        if not known and not name.startswith("_") and name != "transformers_version" and value is not None:
+            raise ValueError(
+                f"this drafter's code does not know the setting `{name}={value!r}` of a newer transformers, and cannot say "
+                "whether it would hold. Update the code, leave the setting unset, or call `generate` without `assistant_model`."
+            )
+    if target.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(target).__name__} is an encoder-decoder; a DFlash drafter needs a decoder-only target."
+        )
+    if getattr(target.config, "is_decoder", True) is False:
+        raise ValueError(f"{type(target).__name__} is not set up as a decoder: its config says `is_decoder=False`.")
+    if type(target)._update_model_kwargs_for_generation is not GenerationMixin._update_model_kwargs_for_generation:
+        raise ValueError(
+            f"{type(target).__name__} updates its inputs between tokens in its own way, which the block pass of a DFlash "
+            "drafter does not follow."
+        )
+    _refuse_cache(model_kwargs, call)
+
+
+def passed_cache(model_kwargs: dict):
+    """The cache object that the caller passed, under whatever name."""
+    names = ("cache", "past_key_values", "cache_params")
+    return next((model_kwargs[name] for name in names if model_kwargs.get(name) is not None), None)
+
+
+def _refuse_cache(model_kwargs: dict, call: dict):
+    cache = passed_cache(model_kwargs)
+    if cache is None:
+        return
+    if isinstance(cache, (tuple, list, EncoderDecoderCache)):
+        raise ValueError(
+            f"a {type(cache).__name__} passed as `{CACHE}` is not supported together with a DFlash drafter; pass a Cache of "
+            "the target's own layers, such as DynamicCache."
+        )
+    if call.get("negative_prompt_ids") is not None:
+        return
+    ids = call.get("inputs") if call.get("inputs") is not None else model_kwargs.get("input_ids")
+    mask, length = model_kwargs.get("attention_mask"), cached_length(cache)
+    if ids is not None and (mask is None or mask.shape[1] == ids.shape[1]) and 0 < ids.shape[1] <= length:
+        raise ValueError(
+            f"the cache holds {length} tokens, but the text has {ids.shape[1]}: nothing is left to read. Pass the whole text, "
+            "what is cached included and at least one token more; or only the new tokens with an attention mask for all."
+        )
+
+
+def resolve_num_draft_tokens(drafter, target, call: dict) -> int | str:
+    """Call argument, passed config, target's config, drafter's config: the first that states a number or "auto"."""
+    # transformers fills an unset value with its own default, so this cannot be read from the resolved config; `pipeline`
+    # does so even with the config that it passes on.
+    passed, filled = call.get("generation_config"), GenerationConfig._get_default_generation_params()
+    own = passed and passed.num_assistant_tokens
+    stated = {
+        "the argument `num_assistant_tokens`": call.get("num_assistant_tokens"),
+        "the passed `generation_config`": None if own == filled["num_assistant_tokens"] else own,
+        "the target's generation config": target.generation_config.num_assistant_tokens,
+        "the drafter's config": drafter.config.num_draft_tokens,
+    }
+    place, number = next((place, number) for place, number in stated.items() if number is not None)
+    if number == "auto":
+        return number
+    most = drafter.config.block_size - 1
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
+        raise ValueError(
+            f"{place} asks for {number!r} drafted tokens; a block of {drafter.config.block_size} tokens drafts 1 to {most}, "
+            "or as many as pay with 'auto'."
+        )
+    return number
+
+
+def with_stop_strings(resolved: GenerationConfig, call: dict) -> dict:
+    """The call with its stop strings as a criterion: given a callable, `generate` drops the tokenizer before it builds one."""
+    if resolved.stop_strings is None:
+        return call
+    own = call.get("stopping_criteria") or []
+    call = call | {"stop_strings": None}
+    if any(type(criterion) is StopStringCriteria for criterion in own):
+        return call
+    if call.get("tokenizer") is None:
+        raise ValueError("`stop_strings` needs the target's tokenizer: pass `tokenizer=` to `generate` as well.")
+    criterion = StopStringCriteria(stop_strings=resolved.stop_strings, tokenizer=call["tokenizer"])
+    return call | {"stopping_criteria": StoppingCriteriaList([*own, criterion])}
+
+
+def with_healed_tokens(target: PreTrainedModel, resolved: GenerationConfig, call: dict) -> dict:
+    """The call with its prompt healed: given a callable, `generate` drops the tokenizer that healing needs."""
+    if not resolved.token_healing:
+        return call
+    if call.get("tokenizer") is None:
+        raise ValueError("`token_healing` needs the target's tokenizer: pass `tokenizer=` to `generate` as well.")
+    name = "inputs" if call.get("inputs") is not None else "input_ids"
+    ids = call.get(name)
+    if ids is None:
+        raise ValueError("`token_healing` needs a prompt of token ids.")
+    healed = target.heal_tokens(ids, call["tokenizer"])
+    mask = call.get("attention_mask")
+    if mask is not None and healed.shape != ids.shape:
+        raise ValueError(
+            f"`token_healing` made the prompt {healed.shape[1]} tokens long, and its attention mask has {mask.shape[1]}. Pass "
+            "the prompt without spaces at its ends, or heal it beforehand with `target.heal_tokens`."
+        )
+    return call | {name: healed, "token_healing": False}
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Calls that go another way although they hand over a drafter.
+
+
+def is_native_route(target: PreTrainedModel, call: dict) -> bool:
+    """Whether transformers' own DFlash route is asked for, by name."""
+    passed = call.get("generation_config")
+    stated = [
+        call.get("speculation_type"),
+        passed and passed.speculation_type,
+        target.generation_config.speculation_type,
+    ]
+    return next((value for value in stated if value is not None), None) == "dflash"
+
+
+def is_our_custom_generate(custom_generate) -> bool:
+    """Whether this is a repository of ours, whose `custom_generate` comes back here."""
+    if not isinstance(custom_generate, str):
+        return False
+    path = cached_file(custom_generate, "custom_generate/generate.py", _raise_exceptions_for_missing_entries=False)
+    return path is not None and CUSTOM_GENERATE_MARK in Path(path).read_text(encoding="utf-8")
