@@ -45,7 +45,7 @@ def demo(
 def generate(
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PROMPT]...", help="The prompt; several are turns of one chat. Default: standard input."),
+        typer.Argument(metavar="PROMPT", help="The prompt; several are turns of one chat. Default: standard input."),
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from a file; - is standard input.")] = None,
     chat: Annotated[
@@ -66,7 +66,9 @@ def generate(
     top_k: Annotated[int | None, typer.Option(min=1, help="Of sampling.")] = None,
     seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: the target's own.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line and answer, with statistics.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a line and answer, with statistics.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No statistics on standard error.")] = False,
 ):
     """Write an answer with a target and its drafter: text on standard output, statistics on standard error."""
@@ -207,8 +209,8 @@ def bench(
         return
     from .benchmark.bench import Bench, run_bench
     from .benchmark.report import write_report
-    from .demo.smollm2 import smollm2
     from .demo.pair import DTYPES
+    from .demo.smollm2 import smollm2
 
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r} is none of {', '.join(DTYPES)}.")

@@ -167,9 +167,12 @@ def _read(file: Path | None) -> str:
 
 def _lines(interactive: bool) -> Iterator[str]:
     """Turns of a chat, a line each; blank lines are none."""
+    asked = "> " if interactive else ""
     while True:
         try:
-            line = input("> " if interactive else "")
+            if not sys.stdout.isatty():  # where `input` would write it among the answers
+                print(asked, end="", file=sys.stderr, flush=True)
+            line = input(asked if sys.stdout.isatty() else "")
         except EOFError:
             return
         except KeyboardInterrupt:

@@ -4,9 +4,10 @@ Both write at the same time to the eye, but only one computes at any moment: aft
 behind goes on. So neither takes the other's cores, and the seconds of each are those that it would need alone.
 """
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -24,14 +25,14 @@ class Lane:
     """One call of `generate`, a round at a time; a streamer to it, and a thread that waits between rounds.
 
     Args:
-        generate: runs the call, given the streamer.
+        call: keyword arguments of `generate`.
+        with_drafter: whether the pair's drafter takes part.
         seed: of torch's generator, set when the call begins.
-        tokenizer: of the text.
     """
 
-    def __init__(self, generate: Callable, seed: int, tokenizer):
-        self.generate, self.seed, self.tokenizer = generate, seed, tokenizer
-        self.text = DraftedText(tokenizer)
+    def __init__(self, pair: Pair, call: dict, with_drafter: bool, seed: int):
+        self.pair, self.call, self.with_drafter, self.seed = pair, call, with_drafter, seed
+        self.text = DraftedText(pair.tokenizer)
         self.parts: list[tuple[str, bool]] = []
         self.pieces: list[list[int]] = []  # the prompt's pass gives the first, each round one more
         self.seconds = 0.0  # in which this lane computed
@@ -68,7 +69,11 @@ class Lane:
 
     @property
     def speculation(self) -> Speculation | None:
-        return self.output.speculation if self.done and "speculation" in self.output else None
+        return self.output.speculation if self.done and self.with_drafter else None
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*itertools.chain(*self.pieces)]
 
     @property
     def num_tokens(self) -> int:
@@ -121,9 +126,12 @@ class Lane:
         try:
             self._wait()
             torch.manual_seed(self.seed)
-            output = self.generate(self)
+            drafter = self.pair.drafter if self.with_drafter else None
+            output = self.pair.target.generate(
+                **self.call, assistant_model=drafter, streamer=self, return_dict_in_generate=True
+            )
             self.seconds += time.perf_counter() - self._since
-            if "speculation" in output:
+            if self.with_drafter:
                 self._mark_last_round(output.speculation.accepted[0])
             self.output = output
         except _Closed:
@@ -135,7 +143,7 @@ class Lane:
     def _mark_last_round(self, accepted: list[int]):
         """The last round may have ended the text on a drafted token, which shows only now."""
         if accepted and accepted[-1] == len(self.pieces[-1]):
-            text = DraftedText(self.tokenizer)
+            text = DraftedText(self.pair.tokenizer)
             counts = [0, *accepted]
             self.parts = [part for piece, drafted in zip(self.pieces, counts) for part in text.add(piece, drafted)]
 
@@ -161,14 +169,10 @@ class Race:
                 "shorten it, or run dflash-hub generate yourself."
             )
         self.settings = settings
-        call = {**inputs, **settings, "return_dict_in_generate": True}
+        call = {**inputs, **settings}
         # DFlash goes first: it takes its own seed from torch's generator when it begins, and plain keeps using that.
-        self.dflash = Lane(
-            lambda streamer: pair.target.generate(**call, assistant_model=pair.drafter, streamer=streamer),
-            seed,
-            pair.tokenizer,
-        )
-        self.plain = Lane(lambda streamer: pair.target.generate(**call, streamer=streamer), seed, pair.tokenizer)
+        self.dflash = Lane(pair, call, True, seed)
+        self.plain = Lane(pair, call, False, seed)
 
     @property
     def lanes(self) -> tuple[Lane, Lane]:
@@ -191,6 +195,6 @@ class Race:
     @property
     def same_text(self) -> bool:
         """Whether both wrote the same tokens so far, or all of them where both are done."""
-        texts = [sum(lane.pieces, []) for lane in self.lanes]
+        texts = [lane.tokens for lane in self.lanes]
         length = len(texts[0]) if self.over else min(map(len, texts))
         return texts[0][:length] == (texts[1] if self.over else texts[1][:length])

@@ -19,7 +19,7 @@ def run(*arguments, entry=(str(ENTRY),), **kwargs):
 def test_help_names_every_command(entry):
     done = run("--help", entry=entry)
     assert done.returncode == 0
-    for command in ("demo", "import", "export"):
+    for command in ("demo", "generate", "import", "export"):
         assert command in done.stdout
         help_text = run(command, "--help", entry=entry).stdout
         assert help_text.strip().splitlines()[-1].strip().startswith(f"dflash-hub {command}")
