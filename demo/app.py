@@ -45,7 +45,8 @@ class App:
         return page.note(WAITING), gr.update(interactive=False), gr.update(interactive=True)
 
     def race(
-        self, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: float, request: gr.Request
+        self, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: float, drafts: int | str,
+        request: gr.Request,
     ) -> Iterator[str]:
         """The stage's HTML, as the race goes on; ends early when the visitor stops it or leaves."""
         stop = self.stops.setdefault(request.session_hash, threading.Event())
@@ -53,7 +54,7 @@ class App:
         if temperature > 0:
             settings |= {"temperature": temperature, "top_p": top_p}
         try:
-            race = Race(self.pair, prompt, int(seed or 0), settings)
+            race = Race(self.pair, prompt, int(seed or 0), settings, drafts)
         except ValueError as error:
             yield page.note(str(error), wrong=True)
             return
@@ -100,6 +101,10 @@ class App:
                     length = gr.Slider(16, 256, 96, step=8, label="Tokens", info="at most", elem_id="length")
                     temperature = gr.Slider(0, 1.5, 0, step=0.1, label="Temperature", info="0 is greedy")
                     top_p = gr.Slider(0.1, 1, 1, step=0.05, label="Top-p", info="1 is all")
+                    drafts = gr.Dropdown(
+                        [("as many as pay", "auto"), *range(1, self.pair.drafter.config.block_size)],
+                        value="auto", label="Drafted tokens", info="a round", elem_id="drafts",
+                    )  # fmt: skip
                     seed = gr.Number(0, label="Seed", info="of sampling", precision=0, minimum=0)
             with gr.Row(elem_id="run"):
                 start = gr.Button("Race", variant="primary", elem_id="start", scale=3)
@@ -111,7 +116,7 @@ class App:
                 self.begin, None, [stage, start, stop], queue=False, show_progress="hidden", trigger_mode="once"
             )
             raced = heard.then(
-                self.race, [prompt, length, temperature, top_p, seed], stage,
+                self.race, [prompt, length, temperature, top_p, seed, drafts], stage,
                 concurrency_limit=1, show_progress="hidden", api_name="race",
             )  # fmt: skip
             raced.then(

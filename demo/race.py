@@ -153,12 +153,13 @@ class Race:
 
     Args:
         settings: keyword arguments of `generate`, for both.
+        drafts: tokens to draft a round, or "auto" for as many as pay.
 
     Raises:
         ValueError: an empty prompt, or one of more than `MAX_PROMPT_TOKENS` tokens.
     """
 
-    def __init__(self, pair: Pair, prompt: str, seed: int, settings: dict):
+    def __init__(self, pair: Pair, prompt: str, seed: int, settings: dict, drafts: int | str = "auto"):
         if not prompt.strip():
             raise ValueError("The prompt is empty: write one, or take one of those offered.")
         inputs = pair.encode([{"role": "user", "content": prompt}])
@@ -171,7 +172,7 @@ class Race:
         self.settings = settings
         call = {**inputs, **settings}
         # DFlash goes first: it takes its own seed from torch's generator when it begins, and plain keeps using that.
-        self.dflash = Lane(pair, call, True, seed)
+        self.dflash = Lane(pair, call | {"num_assistant_tokens": drafts}, True, seed)
         self.plain = Lane(pair, call, False, seed)
 
     @property
