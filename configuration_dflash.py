@@ -120,6 +120,7 @@ class DFlashConfig(PreTrainedConfig):
             self.layer_types = [FULL] * _positive(self.num_hidden_layers, "num_hidden_layers")
         if self.block_causal is None:
             self.block_causal = [layer_type == SLIDING for layer_type in self.layer_types]
+        _positive(self.block_size, "block_size")
         if self.num_draft_tokens is None:
             self.num_draft_tokens = "auto"
         for name in ("rope_scaling", "rope_theta", "partial_rotary_factor"):

@@ -13,6 +13,7 @@ import inspect
 import threading
 import weakref
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
@@ -100,11 +101,13 @@ def assisted_generate(drafter, target: PreTrainedModel, generate, call: dict):
     def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
         most = drafter.config.block_size - 1
         candidates = DFlashCandidateGenerator(drafter, model, most if chosen else num_draft_tokens)
-        call = Call(logits_processor, stopping_criteria, generation_config, model_kwargs, streamer)
-        call.keeps_cache = generation_config.return_dict_in_generate or own_cache is not None
-        call.read_prefix = read_prefix
-        call.schedule = DraftSchedule(drafter.config.block_size, memory.statistics) if chosen else None
-        return decode(model, candidates, input_ids, call)
+        prepared = Call(
+            logits_processor, stopping_criteria, generation_config, model_kwargs, streamer,
+            keeps_cache=generation_config.return_dict_in_generate or own_cache is not None,
+            read_prefix=read_prefix,
+            schedule=DraftSchedule(drafter.config.block_size, memory.statistics) if chosen else None,
+        )  # fmt: skip
+        return decode(model, candidates, input_ids, prepared)
 
     output, drafter.last_speculation = generate(
         target, custom_generate=loop, **without(call, "custom_generate", *OWN_ARGUMENTS)
@@ -141,18 +144,25 @@ class ScheduleMemory:
             logger.warning(FLOOR_WARNING)
 
 
+@dataclass
 class Call:
-    """What `generate` prepared for the loop, and what the caller handed past it."""
+    """What `generate` prepared for the loop, and what the caller handed past it.
 
-    def __init__(self, processors, criteria, generation_config, model_kwargs, streamer):
-        self.processors: LogitsProcessorList = processors
-        self.criteria: StoppingCriteriaList = criteria
-        self.config: GenerationConfig = generation_config
-        self.model_kwargs: dict = model_kwargs
-        self.streamer = streamer
-        self.keeps_cache = False  # whether the cache outlives the call
-        self.read_prefix = True  # whether the drafter reads a prefix that comes in a cache
-        self.schedule: DraftSchedule | None = None  # chooses how many tokens to draft; None for a fixed number
+    Args:
+        processors, criteria, config, model_kwargs: as prepared by `generate`.
+        keeps_cache: whether the cache outlives the call.
+        read_prefix: whether the drafter reads a prefix that comes in a cache without its context.
+        schedule: chooses how many tokens to draft; None for a fixed number.
+    """
+
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    model_kwargs: dict
+    streamer: object | None
+    keeps_cache: bool
+    read_prefix: bool
+    schedule: DraftSchedule | None
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -216,27 +226,30 @@ class Decoding:
         kwargs, ids = self.call.model_kwargs, self.prompt
         every_layer = self.record.hidden_states is not None
         kwargs["output_hidden_states"] = True if every_layer else tap_request(self.candidates.target_layer_ids)
-        kwargs["output_attentions"] = True if self.record.attentions is not None else None
+        if self.record.attentions is None:
+            kwargs.pop("output_attentions", None)
         past = cached_length(kwargs.get(CACHE))
         mask = kwargs.get("attention_mask")
         known = mask.shape[1] if mask is not None else getattr(self.call.config, "_mask_length", ids.shape[1])
         whole = past > 0 and known == ids.shape[1]  # the text, what is cached included; else only what is new
         new = ids.shape[1] - past * whole
 
+        self.cache = kwargs.get(CACHE)
+        if past:
+            self._take_prefix(ids[:, :past] if whole else None, past)
         if self.call.config.prefill_chunk_size is not None and "inputs_embeds" not in kwargs:
             outputs = self._read_chunks(ids[:, -new:], past)
         else:
             outputs = self._with_cache(self.target._prefill(ids, self.call.config, kwargs))
             self.speculation.target_passes += 1
             self._take_features(outputs, kwargs.get("attention_mask"))
-        self.record.add_states(outputs, new, 0, None)
+        if self.record.wants_states:
+            self.record.add_states(outputs, new, 0, None)
         logits = outputs.logits[:, -1:].to(device=self.device, dtype=torch.float32, copy=True)  # (B, 1, V)
         self.cache = outputs[CACHE]
         del outputs  # the logits of a whole prompt can be large
 
         held = cached_length(self.cache) or past + new
-        if past:
-            self._take_prefix(ids[:, :past] if whole else None, past)
         self.inputs = RoundInputs(kwargs, self.rows, ids.shape[1], held, self.device)
         self.rollback = CacheRollback(self.cache, self.target)
         self._decide_how_rows_advance()
@@ -282,21 +295,16 @@ class Decoding:
         kept = take_context(self.cache, self.candidates, prefix, past)
         self.prefix = prefix if kept is None else kept.ids
         if kept is not None:
-            self.unread = [*kept.unread, *self.unread]
+            self.unread = kept.unread
         elif prefix is None or not self.call.read_prefix:
             self.candidates.start = past
         else:
-            mask, positions = (self.call.model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
-            inputs = {"input_ids": prefix, "output_hidden_states": tap_request(self.candidates.target_layer_ids)}
-            if mask is not None:
-                inputs["attention_mask"] = mask[:, :past]
-            if positions is not None:
-                inputs["position_ids"] = positions[..., :past]
-            if "logits_to_keep" in self.call.model_kwargs:
+            given = self.call.model_kwargs
+            inputs = {name: given[name][..., :past] for name in RoundInputs.PER_TOKEN if given.get(name) is not None}
+            inputs |= {"input_ids": prefix, "output_hidden_states": tap_request(self.candidates.target_layer_ids)}
+            if "logits_to_keep" in given:
                 inputs["logits_to_keep"] = 1
-            unread, self.unread = self.unread, []
             self._take_features(self.target(**inputs, use_cache=False, return_dict=True), inputs.get("attention_mask"))
-            self.unread += unread
             self.speculation.target_passes += 1
             self.speculation.prefix_passes += 1
 
@@ -325,9 +333,8 @@ class Decoding:
         self.choice = TargetChoice(call.processors, noises, self.rows if self.apart else 0)
 
     def _noise(self) -> GumbelNoise:
-        seed = int(
-            torch.randint(2**63 - 1, (1,))
-        )  # from torch's generator, so that `torch.manual_seed` reproduces a text
+        # From torch's generator, so that `torch.manual_seed` reproduces a text.
+        seed = int(torch.randint(2**63 - 1, (1,)))
         return GumbelNoise(seed, self.prompt.shape[1], self.candidates.block_size, self.device)
 
     def _goes_on_from_its_state(self) -> bool:
@@ -543,7 +550,8 @@ class Decoding:
             self.unread = []
         else:
             self.unread.append(Features(states, None if min(added) == most else added))
-        self.record.add_states(outputs, fed, most, self._keys_alone())
+        if self.record.wants_states:
+            self.record.add_states(outputs, fed, most, self._keys_alone())
 
         if recurrent is not None and most < fed and not recurrent.can_rerun:
             self._replay(fed, most)

@@ -89,6 +89,10 @@ class Record:
         self.attentions = () if wanted and generation_config.output_attentions else None
         self.hidden_states = () if wanted and generation_config.output_hidden_states else None
 
+    @property
+    def wants_states(self) -> bool:
+        return self.attentions is not None or self.hidden_states is not None
+
     def add(self, scores: torch.Tensor, logits: torch.Tensor):
         """Of one step, each (B, V); a copy frees the rows of the block that were rejected."""
         if self.scores is not None:

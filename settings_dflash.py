@@ -109,6 +109,11 @@ def refuse_unsupported(target: PreTrainedModel, resolved: GenerationConfig, mode
             f"{type(target).__name__} updates its inputs between tokens in its own way, which the block pass of a DFlash "
             "drafter does not follow."
         )
+    if resolved.prefill_chunk_size is not None and model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError(
+            "`prefill_chunk_size` reads token ids in chunks, but `inputs_embeds` were passed; use one of the two together with "
+            "a DFlash drafter."
+        )
     _refuse_cache(model_kwargs, call)
 
 

@@ -169,7 +169,7 @@ def measure(bench: Bench, runners: dict, set_name: str, row: dict, seed: int):
             same = run.new_ids == plain_ids if greedy and plain_ids is not None else None
             record = {
                 "method": name, "set": set_name, "id": row["id"], "turn": turn,
-                "prompt_tokens": inputs["input_ids"].shape[1], "same_text": same, "peak_bytes": _peak_bytes(),
+                "prompt_tokens": inputs["input_ids"].shape[1], "same_text": same, "peak_bytes": peak_bytes(),
             }  # fmt: skip
             if same is False:
                 record["tie_gap"] = bench.tie_gap(inputs, plain_ids, run.new_ids)
@@ -185,7 +185,7 @@ def _warm_up(bench: Bench, runners: dict, row: dict):
         plain_ids = run.new_ids if name == "plain" else plain_ids
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
     """Peak memory of this process so far: of the GPU where there is one, else resident."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()

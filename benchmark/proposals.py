@@ -75,7 +75,8 @@ def run(
                 TargetChoice.propose = propose or SHARED
                 output = model.generate(
                     **inputs, assistant_model=draft_model, max_new_tokens=max_new_tokens, do_sample=True,
-                    temperature=temperature, top_k=0, speculation_type=None if propose else "dflash",
+                    temperature=temperature, top_k=0, num_assistant_tokens=draft_model.config.block_size - 1,
+                    speculation_type=None if propose else "dflash",
                 )  # fmt: skip
                 tokens += output.shape[1] - inputs["input_ids"].shape[1] - 1
                 rounds += len(passes) - 1

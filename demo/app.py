@@ -45,7 +45,13 @@ class App:
         return page.note(WAITING), gr.update(interactive=False), gr.update(interactive=True)
 
     def race(
-        self, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: float, drafts: int | str,
+        self,
+        prompt: str,
+        max_new_tokens: int,
+        temperature: float,
+        top_p: float,
+        seed: float,
+        drafts: int | str,
         request: gr.Request,
     ) -> Iterator[str]:
         """The stage's HTML, as the race goes on; ends early when the visitor stops it or leaves."""

@@ -144,3 +144,42 @@ def small_pair(pair_folders):
     from dflash_hub.demo.pair import Pair
 
     return Pair(*pair_folders, "float32")
+
+
+# ------------------------------------------------------------------------------------------------- the matrix
+
+# These try a random, a half-right and an oracle drafter inside, see `families.equal_texts`.
+ALL_KINDS_INSIDE = (
+    "test_family",
+    "hybrid_targets",
+    "long_prompt_and_left_padding",
+    "straddles",
+    "by_position",
+    "vision",
+)
+
+
+def matrix(passed: list[str]) -> list[str]:
+    """Lines of what passed: every option (a test and its parameters) with its families, by kind of drafter."""
+    options: dict[str, dict[str, set[str]]] = {}
+    for nodeid in passed:
+        test, _, parameters = nodeid.rpartition("::")[2].rstrip("]").partition("[")
+        inside = any(part in test for part in ALL_KINDS_INSIDE)
+        kinds = DRAFTERS if inside else [kind for kind in DRAFTERS if kind in parameters]
+        for kind in kinds:
+            rest = parameters.replace(kind, "").strip("-").replace("--", "-")
+            options.setdefault(test.removeprefix("test_"), {}).setdefault(kind, set()).add(rest)
+    lines = []
+    for test, by_kind in sorted(options.items()):
+        counts = "  ".join(f"{kind} {len(by_kind.get(kind, ()))}" for kind in DRAFTERS)
+        names = ", ".join(sorted(set().union(*by_kind.values()) - {""}))
+        lines.append(f"{test[:60]:60}  {counts}  {names[:110]}")
+    return lines
+
+
+def pytest_terminal_summary(terminalreporter):
+    lines = matrix([report.nodeid for report in terminalreporter.stats.get("passed", []) if report.when == "call"])
+    if len(lines) > 1:
+        terminalreporter.section("drafter kind x option x family: passed")
+        for line in lines:
+            terminalreporter.line(line)

@@ -49,7 +49,8 @@ def run(models, output, methods=METHODS, count=3, **kwargs):
     return read_records(output)
 
 
-def test_what_is_counted_is_what_happened(models):
+def test_pitfall_47_what_is_counted_is_what_happened(models):
+    """Pitfall 47: the time to the first token is a figure of its own."""
     records = {(r["method"], r["id"]): r for r in run(models, models / "run")}
     assert len(records) == len(METHODS) * 3
     for (method, row_id), r in records.items():

@@ -1,5 +1,8 @@
 """What was rejected leaves the target's cache, whatever kind of cache it is: text and counts as with the plain one."""
 
+import logging
+import warnings
+
 import pytest
 import torch
 import transformers
@@ -30,9 +33,10 @@ def test_pitfall_17_18_hybrid_targets(family):
     assert speculation.target_passes - speculation.check_passes == len(speculation.drafted[0]) + 1
 
 
-def test_the_recurrent_state_is_that_of_single_tokens(drafts_of):
-    """Two patterns of rejection leave the same state, which is plain generate's."""
-    target, drafter = tiny_family("qwen3_next")
+@pytest.mark.parametrize("family", ("qwen3_next", "gpt_oss"))
+def test_pitfall_21_the_cache_is_that_of_single_tokens(family, drafts_of):
+    """Pitfall 21: two patterns of rejection leave the same cache, which is plain generate's, past recording off again."""
+    target, drafter = tiny_family(family)
     ids = prompt_of(12)
     plain = greedy(target, ids, max_new_tokens=24, return_dict_in_generate=True)
     for kind in ("random", "half-right", "oracle"):
@@ -148,6 +152,32 @@ def test_the_quantised_cache_matters():
     assert not torch.equal(
         greedy(target, ids, max_new_tokens=24, **caches("quantised", target)), greedy(target, ids, max_new_tokens=24)
     )
+
+
+def test_pitfall_43_a_static_cache_sees_two_lengths(drafts_of, monkeypatch):
+    """Pitfall 43: beside the prompt only a whole block and a single token, so a compiled target compiles twice."""
+    target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
+    drafts_of("half-right", greedy(target, ids, max_new_tokens=30))
+    lengths, run = [], type(target).forward
+    monkeypatch.setattr(
+        type(target), "forward", lambda self, *a, **k: lengths.append(k["input_ids"].shape[1]) or run(self, *a, **k)
+    )
+    greedy(target, ids, max_new_tokens=23, assistant_model=drafter, cache_implementation="static")
+    assert lengths[0] == 10 and set(lengths[1:]) == {5, 1}
+
+
+def test_pitfall_24_25_nothing_deprecated_is_used(drafts_of, monkeypatch):
+    """Pitfalls 24, 25: caches are named and read as the installed transformers does it, without a warning."""
+    said = []
+    for level in ("warning", "warning_once"):
+        monkeypatch.setattr(logging.Logger, level, lambda self, message, *args, **kwargs: said.append(message))
+    target, drafter, ids = tiny_target("mistral"), tiny_drafter(), prompt_of(10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        output = greedy(target, ids, max_new_tokens=20, assistant_model=drafter, return_dict_in_generate=True)
+        whole = torch.cat([output.sequences, ids], dim=1)
+        greedy(target, whole, max_new_tokens=8, assistant_model=drafter, **{CACHE: output[CACHE]})
+    assert said == []
 
 
 def test_a_passed_static_cache_without_room_for_a_block(drafts_of):

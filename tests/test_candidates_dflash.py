@@ -109,12 +109,35 @@ def test_a_prefix_that_was_read_without_the_drafter(read_prefix, kind, drafts_of
         assert speculation.accepted == counts
 
 
+def test_a_chat_turn_in_chunks(drafts_of):
+    """The kept context, then every chunk's, in order."""
+    target, drafter = tiny_target("mistral"), tiny_drafter()
+    first, added = greedy(target, prompt_of(12), max_new_tokens=10), prompt_of(7, seed=7)
+    whole = torch.cat([first, added], dim=1)
+    cold = greedy(target, whole, max_new_tokens=16)
+    drafts_of("random")
+    greedy(target, whole, max_new_tokens=16, assistant_model=drafter)
+    counts = drafter.last_speculation.accepted
+    for earlier in ({"assistant_model": drafter}, {}):
+        turn = greedy(target, prompt_of(12), max_new_tokens=10, return_dict_in_generate=True, **earlier)
+        drafts_of("half-right", cold)
+        kwargs = {"prefill_chunk_size": 3, "assistant_model": drafter, CACHE: turn[CACHE]}
+        assert torch.equal(greedy(target, whole, max_new_tokens=16, **kwargs), cold)
+        assert 0 < drafter.last_speculation.num_accepted < drafter.last_speculation.num_drafted
+        drafts_of("random")
+        turn = greedy(target, prompt_of(12), max_new_tokens=10, return_dict_in_generate=True, **earlier)
+        greedy(target, whole, max_new_tokens=16, **kwargs | {CACHE: turn[CACHE]})
+        assert drafter.last_speculation.accepted == counts
+
+
 def test_another_text_in_the_same_cache_is_noticed():
     """A cache that was emptied and filled again does not bring the old text's context."""
     target, drafter = tiny_target("llama"), tiny_drafter()
     turn = greedy(target, prompt_of(12), max_new_tokens=10, assistant_model=drafter, return_dict_in_generate=True)
     cache = turn[CACHE]
     cache.reset()
+    if cache.get_seq_length():
+        pytest.skip("this transformers empties a cache without forgetting its length")
     other = greedy(target, prompt_of(12, seed=3), max_new_tokens=10, return_dict_in_generate=True, **{CACHE: cache})
     whole = torch.cat([other.sequences, prompt_of(4)], dim=1)
     text = greedy(target, whole, max_new_tokens=8, assistant_model=drafter, **{CACHE: cache})

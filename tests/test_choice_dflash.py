@@ -59,7 +59,7 @@ def test_a_position_without_a_possible_token_is_not_valid():
     assert gumbel_argmax(scores, torch.zeros(3, 2, dtype=torch.float64))[1].tolist() == [True, False, False]
 
 
-def test_same_distributions_propose_the_same():
+def test_pitfall_10_same_distributions_propose_the_same():
     """Shared noise: the drafter agrees with the target whenever their distributions do."""
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
     choice = choice_of([lp.TemperatureLogitsWarper(0.9), lp.RepetitionPenaltyLogitsProcessor(1.4)], span=6)
@@ -131,7 +131,7 @@ def test_a_seeds_text_with_a_stateful_processor(drafts_of):
     assert drafter.last_speculation.num_accepted > 0
 
 
-def test_two_tokens_have_the_exact_law_through_the_whole_loop(drafts_of):
+def test_pitfall_9_11_two_tokens_have_the_exact_law_through_the_whole_loop(drafts_of):
     """Pitfalls 9, 11: the joint law of the first two sampled tokens, with half of the drafts right."""
     target = tiny_target("llama", vocab_size=7, initializer_range=0.2, pad_token_id=0, bos_token_id=1)
     drafter, ids = tiny_drafter(vocab_size=7, mask_token_id=6), torch.tensor([[3, 4, 5]])

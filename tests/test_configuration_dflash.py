@@ -87,7 +87,7 @@ def test_defaults_follow_the_layers():
     config = tiny_config(layer_types=[SLIDING, FULL], sliding_window=8)
     assert config.block_causal == [True, False]
     assert config.windows == [8, None]
-    assert config.num_draft_tokens == "auto"
+    assert tiny_config(num_draft_tokens=None).num_draft_tokens == "auto"
     assert tiny_config(num_draft_tokens="auto").num_draft_tokens == "auto"
     assert tiny_config(draft_vocab_size=97).vocab_size == 97
     assert tiny_config(sample_from_anchor=False).block_size == 5

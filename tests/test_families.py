@@ -19,7 +19,7 @@ LLAMA31 = {
 FAMILIES = {
     "llama": {}, "llama 3.1": LLAMA31, "qwen2": {}, "qwen2_moe": {}, "qwen3": {}, "qwen3_moe": {}, "mistral": {},
     "mixtral": {}, "gemma2": {}, "gemma3_text": {}, "gpt_oss": {}, "phi3": {}, "olmo2": {}, "granite": {}, "smollm3": {},
-    "cohere2": {}, "glm4": {},
+    "cohere2": {}, "glm4": {}, "qwen3_5_moe": {}, "granitemoehybrid": {},
 }  # fmt: skip
 
 
@@ -30,7 +30,7 @@ def test_family(family):
 
 
 @pytest.mark.parametrize("family", ("gemma2", "gpt_oss", "mistral", "smollm3"))
-def test_family_with_a_long_prompt_and_left_padding(family):
+def test_pitfall_19_30_family_with_a_long_prompt_and_left_padding(family):
     """Past every window, and with padding (pitfalls 19, 30)."""
     target, drafter = tiny_family(family)
     ids = prompt_of(45)
@@ -224,7 +224,7 @@ REAL_CONFIGS = {
 
 
 @pytest.mark.parametrize("name", REAL_CONFIGS)
-def test_generation_configs_of_real_instruct_models(name, drafts_of):
+def test_pitfall_6_13_generation_configs_of_real_instruct_models(name, drafts_of):
     """Pitfalls 6, 13: sampling defaults, several ends and the penalty of the target's own file apply to both."""
     target, drafter, ids = tiny_target("qwen3"), tiny_drafter(), prompt_of(10)
     target.generation_config = transformers.GenerationConfig(**REAL_CONFIGS[name])
@@ -245,7 +245,7 @@ def test_generation_configs_of_real_instruct_models(name, drafts_of):
 # ------------------------------------------------------------------------------------------------- placement
 
 
-def test_a_target_spread_over_devices_by_accelerate(drafts_of, tmp_path):
+def test_pitfall_37_a_target_spread_over_devices_by_accelerate(drafts_of, tmp_path):
     """What a CPU allows of a device map: layers on disk, brought in by accelerate's hooks (pitfall 37)."""
     import accelerate
 
@@ -266,7 +266,7 @@ def test_a_target_spread_over_devices_by_accelerate(drafts_of, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_compiled_target(drafts_of):
+def test_pitfall_43_a_compiled_target(drafts_of):
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     plain = target.generate(ids, max_new_tokens=20, do_sample=False)
     drafts_of("half-right", plain)
@@ -306,7 +306,7 @@ def test_lora_merged_and_switched(drafts_of):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ("drafter", "target", "both"))
-def test_torchao_int8_weights(which, drafts_of):
+def test_pitfall_39_41_torchao_int8_weights(which, drafts_of):
     """Pitfalls 39, 41: the head included, which then has no dense weight."""
     quantization = pytest.importorskip(
         "torchao.quantization", reason="torchao is not installed: `make test-slow` installs it"
@@ -327,7 +327,7 @@ def test_torchao_int8_weights(which, drafts_of):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ("drafter", "target", "both"))
-def test_bitsandbytes_4_bit_weights(which, drafts_of, tmp_path):
+def test_pitfall_41_bitsandbytes_4_bit_weights(which, drafts_of, tmp_path):
     """Each token stays within the quantised target's own ties: its kernels round a block and a token differently."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: `make test-slow` installs it")
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}  # their CPU kernel wants multiples of 64

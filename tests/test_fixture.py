@@ -45,7 +45,7 @@ def test_every_round_matches(drafter, target, fixture_folder):
     """Token for token, and round for round; the last round may be cut at 64 tokens here, not in the reference."""
     for row in reference(fixture_folder):
         ids = torch.tensor([row["prompt_ids"]])
-        text = target.generate(ids, assistant_model=drafter, max_new_tokens=64, do_sample=False)
+        text = target.generate(ids, assistant_model=drafter, max_new_tokens=64, do_sample=False, num_assistant_tokens=7)
         assert text[0, ids.shape[1] :].tolist() == row["output_ids"]
         rounds = drafter.last_speculation.acceptance_lengths[0]
         assert rounds[:-1] == row["round_tokens"][:-1]
@@ -59,7 +59,9 @@ def test_half_precision_stays_within_the_targets_ties(dtype, drafter, smollm2_pa
     accepted = 0
     for row in reference(fixture_folder)[:3]:
         ids = torch.tensor([row["prompt_ids"]])
-        text = target.generate(ids, assistant_model=drafter.to(dtype), max_new_tokens=32, do_sample=False)
+        text = target.generate(
+            ids, assistant_model=drafter.to(dtype), max_new_tokens=32, do_sample=False, num_assistant_tokens=7
+        )
         with torch.no_grad():
             scores = target(text).logits[0, ids.shape[1] - 1 : -1].float()
         gap = scores.max(-1).values - scores.gather(-1, text[0, ids.shape[1] :, None])[:, 0]
@@ -74,7 +76,12 @@ def test_sampling_accepts_about_what_greedy_accepts(drafter, target, fixture_fol
     for seed, row in enumerate(reference(fixture_folder)[:3]):
         torch.manual_seed(seed)
         target.generate(
-            torch.tensor([row["prompt_ids"]]), assistant_model=drafter, max_new_tokens=64, do_sample=True, top_k=0
+            torch.tensor([row["prompt_ids"]]),
+            assistant_model=drafter,
+            max_new_tokens=64,
+            do_sample=True,
+            top_k=0,
+            num_assistant_tokens=7,
         )
         lengths += drafter.last_speculation.acceptance_lengths[0]
     assert sum(lengths) / len(lengths) > 1.2

@@ -31,7 +31,7 @@ def greedy(target, ids, **kwargs):
 @pytest.mark.parametrize("block_size", (2, 5, 16))
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_equals_plain(family, kind, block_size, prompt_length, drafts_of):
+def test_pitfall_4_6_7_16_19_greedy_equals_plain(family, kind, block_size, prompt_length, drafts_of):
     """Every length from 1 to two blocks, and an end token at every offset (pitfalls 4, 6, 7, 16, 19)."""
     target, drafter = tiny_target(family), tiny_drafter(num_hidden_layers=1, block_size=block_size)
     ids = prompt_of(prompt_length)
@@ -59,7 +59,7 @@ def test_greedy_equals_plain(family, kind, block_size, prompt_length, drafts_of)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-def test_half_precision_stays_within_the_targets_own_ties(dtype, drafts_of):
+def test_pitfall_12_half_precision_stays_within_the_targets_own_ties(dtype, drafts_of):
     """Pitfall 12: other kernels verify a block than write a token; each token must still be a near best one."""
     target, drafter = tiny_target("qwen3").to(dtype), tiny_drafter(dtype=dtype)
     ids = prompt_of(20)
@@ -76,7 +76,7 @@ def test_half_precision_stays_within_the_targets_own_ties(dtype, drafts_of):
 @pytest.mark.parametrize(
     ("target_dtype", "drafter_dtype"), ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32))
 )
-def test_drafter_and_target_may_differ_in_dtype(target_dtype, drafter_dtype):
+def test_pitfall_38_drafter_and_target_may_differ_in_dtype(target_dtype, drafter_dtype):
     """Pitfall 38."""
     target, drafter = tiny_target("llama").to(target_dtype), tiny_drafter(dtype=drafter_dtype)
     ids = prompt_of(9)
@@ -86,7 +86,7 @@ def test_drafter_and_target_may_differ_in_dtype(target_dtype, drafter_dtype):
         assert torch.equal(text, greedy(target, ids, max_new_tokens=8))
 
 
-def test_left_padding_changes_neither_text_nor_acceptance(drafts_of):
+def test_pitfall_30_left_padding_changes_neither_text_nor_acceptance(drafts_of):
     """Pitfall 30: also what the drafter proposes is the same."""
     target, drafter = (
         tiny_target("llama"),
@@ -122,7 +122,7 @@ def test_a_grown_vocabulary_is_fine(drafts_of):
     assert drafter.last_speculation.num_accepted > 0
 
 
-def test_a_head_without_dense_weight_is_called_not_read(drafts_of):
+def test_pitfall_39_a_head_without_dense_weight_is_called_not_read(drafts_of):
     """Pitfall 39."""
 
     class Packed(torch.nn.Module):
@@ -189,7 +189,7 @@ class StopsAt(StoppingCriteria):
 
 
 @pytest.mark.parametrize("offset", range(1, 11))
-def test_a_custom_criterion_stops_inside_a_block(offset, drafts_of):
+def test_pitfall_2_a_custom_criterion_stops_inside_a_block(offset, drafts_of):
     """Pitfall 2: at every offset, asked once per token and in order, and nothing after it is streamed or cached."""
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     plain = greedy(target, ids, max_new_tokens=20)
@@ -208,7 +208,7 @@ def test_a_custom_criterion_stops_inside_a_block(offset, drafts_of):
     assert output[CACHE].get_seq_length() == 10 + offset - 1
 
 
-def test_stop_strings(drafts_of, smollm2_path):
+def test_pitfall_2_3_stop_strings(drafts_of, smollm2_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_path)
     target = tiny_target("llama", vocab_size=49152)
     drafter, ids = tiny_drafter(vocab_size=49152), prompt_of(10)
@@ -335,7 +335,7 @@ class Collects:
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_streamer(kind, drafts_of):
+def test_pitfall_36_streamer(kind, drafts_of):
     """Pitfall 36: the prompt once, then pieces of 1 to block_size tokens, nothing after the stop."""
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     plain = greedy(target, ids, max_new_tokens=20)
@@ -366,7 +366,7 @@ def test_statistics(drafts_of):
     assert drafter.last_speculation.slot_acceptance == [1.0] * 4
 
 
-def test_only_tapped_states_are_kept(monkeypatch):
+def test_pitfall_44_only_tapped_states_are_kept(monkeypatch):
     """Pitfall 44: of a long prompt's hidden states only the tapped layers' are returned by the target."""
     target, drafter = tiny_target("llama"), tiny_drafter(target_layer_ids=[1])
     kept = []
@@ -451,7 +451,7 @@ def test_number_of_drafted_tokens(drafts_of):
             target.generate(ids, assistant_model=drafter, num_assistant_tokens=bad)
 
 
-def test_the_block_is_fed_whole_whatever_is_drafted(monkeypatch):
+def test_pitfall_35_49_the_block_is_fed_whole_whatever_is_drafted(monkeypatch):
     """Pitfalls 35, 49."""
     target, drafter = tiny_target("llama"), tiny_drafter()
     fed, verified = [], []
@@ -471,7 +471,7 @@ def test_the_block_is_fed_whole_whatever_is_drafted(monkeypatch):
 
 @pytest.mark.parametrize("rows", (1, 3))
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_as_many_as_pay(kind, rows, drafts_of):
+def test_pitfall_48_as_many_as_pay(kind, rows, drafts_of):
     """Pitfall 48: "auto" is the default; the text is the same whatever the times were, and what was learned is kept."""
     target, drafter = tiny_target("llama"), tiny_drafter(num_draft_tokens="auto")
     ids = torch.cat([prompt_of(10, seed) for seed in range(rows)])
@@ -527,7 +527,7 @@ def test_a_slow_streamer_is_no_part_of_a_round(monkeypatch):
 
 
 @pytest.mark.parametrize("number", (4, "auto"))
-def test_pitfall_92_a_drafter_that_does_not_fit_is_named_once(number, monkeypatch, drafts_of):
+def test_pitfall_40_92_a_drafter_that_does_not_fit_is_named_once(number, monkeypatch, drafts_of):
     """Pitfalls 40, 92: with likely causes, and only where nearly nothing is accepted."""
     target, ids = tiny_target("llama"), prompt_of(10)
     plain, said = greedy(target, ids, max_new_tokens=60), []
@@ -634,13 +634,14 @@ def test_an_exception_in_the_middle_leaves_both_usable():
         ({"num_beam_groups": 2, "num_beams": 2}, "`num_beams=2`"),
         ({"constraints": [object()]}, "`constraints="),
         ({"force_words_ids": [[3]]}, r"`force_words_ids=\[\[3\]\]`"),
+        ({"inputs_embeds": torch.zeros(1, 3, 32), "prefill_chunk_size": 2}, "`prefill_chunk_size` reads token ids"),
         ({"is_assistant": True}, "`is_assistant=True`"),
         ({"speculation_type": "eagle"}, "`speculation_type='eagle'`"),
         ({CACHE: ((torch.zeros(1),),)}, "a tuple passed as"),
         ({"token_healing": True}, "`token_healing` needs the target's tokenizer"),
     ),
 )
-def test_unsupported_calls_are_refused_by_name_before_any_pass(kwargs, sentence, monkeypatch):
+def test_pitfall_28_33_unsupported_calls_are_refused_by_name_before_any_pass(kwargs, sentence, monkeypatch):
     target, drafter = tiny_target("llama"), tiny_drafter()
     monkeypatch.setattr(type(target), "forward", lambda *args, **kwargs: pytest.fail("a pass was made"))
     with pytest.raises(ValueError, match=sentence):

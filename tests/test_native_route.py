@@ -86,7 +86,7 @@ def test_our_generator_inside_transformers_assisted_decoding(family, kind, do_sa
         assert len(passes) < 20
 
 
-def test_an_ordinary_assistant_still_needs_to_be_ordinary():
+def test_pitfall_3_an_ordinary_assistant_still_needs_to_be_ordinary():
     """Pitfall 3: a drafter that is called without its route is not sent to the ordinary one."""
     target, drafter = tiny_target("llama"), tiny_drafter()
     target.generate(prompt_of(5), assistant_model=drafter, max_new_tokens=4)

@@ -212,6 +212,49 @@ def test_attentions_of_rows_are_refused_by_name():
         )  # fmt: skip
 
 
+class Pieces:
+    def __init__(self):
+        self.pieces = []
+
+    def put(self, value):
+        self.pieces.append(value.tolist())
+
+    def end(self):
+        self.pieces.append("end")
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_pitfall_36_rows_are_streamed_step_by_step(kind, drafts_of):
+    """Pitfall 36: a streamer that takes batches gets the pieces of plain generate, padding of finished rows included."""
+    target, drafter, inputs = tiny_target("llama"), tiny_drafter(), batch()
+    longest = greedy(target, inputs, max_new_tokens=16)
+    kwargs = {"eos_token_id": [int(longest[0, 16])], "pad_token_id": 0, "max_new_tokens": 16}
+    theirs, mine = Pieces(), Pieces()
+    plain = greedy(target, inputs, **kwargs, streamer=theirs)
+    drafts_of(kind, plain)
+    assert torch.equal(greedy(target, inputs, **kwargs, streamer=mine, assistant_model=drafter), plain)
+    assert mine.pieces == theirs.pieces
+
+
+def test_rows_with_stop_strings(drafts_of, smollm2_path):
+    """Rows end at their own stop strings and go on by counts of their own."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_path)
+    target, drafter, inputs = tiny_target("llama", vocab_size=49152), tiny_drafter(vocab_size=49152), batch()
+    longest = greedy(target, inputs, max_new_tokens=20)
+    stops = [tokenizer.decode(longest[0, 16]), tokenizer.decode(longest[1, 24])]
+    kwargs = {
+        "max_new_tokens": 20,
+        "stop_strings": stops,
+        "tokenizer": tokenizer,
+        "eos_token_id": [2],
+        "pad_token_id": 0,
+    }
+    plain = greedy(target, inputs, **kwargs)
+    drafts_of("half-right", plain)
+    assert torch.equal(greedy(target, inputs, **kwargs, assistant_model=drafter), plain)
+    assert len({len(lengths) for lengths in drafter.last_speculation.acceptance_lengths}) > 1
+
+
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 20, "max_new_tokens": 20}
 
 

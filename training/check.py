@@ -137,7 +137,7 @@ def layouts_agree(drafter, target, row: dict) -> list[Finding]:
     trained = blocks(context)
     candidates = DFlashCandidateGenerator(drafter, target, config.block_size - 1)
     taps = list(context[:, :anchor].split(config.hidden_size, dim=-1))
-    generated = candidates.draft_logits(rows.input_ids[:, anchor : anchor + 1], taps, config.block_size - 1)
+    generated = candidates.draft_logits(rows.input_ids[:, anchor : anchor + 1], taps, config.block_size - 1)[0]
     logits = drafter.draft_logits(trained[-1, 1:].to(target.dtype), head)
     spread = float(generated[generated.isfinite()].std())
     difference = float((logits - generated).masked_fill(generated == -torch.inf, 0).abs().max())

@@ -11,6 +11,7 @@ import platform
 import random
 import time
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 
 import accelerate
@@ -43,6 +44,8 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
     Raises:
         ValueError: options, answers, target and drafter do not fit together; says what was found and what to do.
     """
+    if find_spec("matplotlib") is None:  # better now than after hours
+        raise ValueError("the curves of a run need matplotlib: pip install 'dflash-hub[train]'.")
     started = time.monotonic()
     output = Path(options.output)
     target, tokenizer = load_target(options.target, options.dtype)

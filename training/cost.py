@@ -1,0 +1,112 @@
+"""What a training step costs: time, anchors a second and peak memory, and how they grow with anchors, block and length.
+
+    python -m dflash_hub.training.cost --steps 2
+
+Each configuration runs in a process of its own, since a peak of memory is a process's. Texts are random tokens: the cost does
+not depend on what they say.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from ..benchmark.bench import commit, device_name, peak_bytes
+from ..convert.init import init_drafter
+from ..demo.smollm2 import smollm2
+from ..modeling_dflash import DFlashDraftModel
+from .commands import typed_command
+from .data import Collator, PackedRows
+from .losses import BlockLoss, default_gamma
+from .options import TrainOptions
+from .train import load_target, training_arguments
+from .trainer import DFlashTrainer
+
+BASE = {"num_anchors": 64, "block_size": 8, "length": 256, "layers": 3, "gradient_checkpointing": False}
+# One thing varies at a time.
+VARIED = {
+    "num_anchors": [16, 256],
+    "block_size": [4, 16],
+    "length": [128, 1024],
+    "layers": [5],
+    "gradient_checkpointing": [True],
+}
+
+
+def measure(
+    target: str, num_anchors, block_size, length, layers, gradient_checkpointing, steps: int, dtype: str
+) -> dict:
+    """Seconds of a step of one row, and the process's peak memory, of which the models alone take a part."""
+    loaded, _ = load_target(target, dtype)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(100, loaded.config.vocab_size, (length,), generator=generator).tolist()
+    row = {"id": "random", "turn": 0, "prompt_ids": tokens[: length // 4], "answer_ids": tokens[length // 4 :]}
+    with tempfile.TemporaryDirectory() as folder:
+        init_drafter(target, f"{folder}/start", layers, block_size)
+        drafter = DFlashDraftModel.from_pretrained(f"{folder}/start", dtype=torch.float32)
+        if gradient_checkpointing:
+            drafter.gradient_checkpointing_enable({"use_reentrant": False})
+        before = peak_bytes()
+        options = TrainOptions(target, [], folder, max_steps=steps, batch_size=1)
+        arguments = training_arguments(options, 1, Path(folder))
+        arguments.eval_strategy = arguments.save_strategy = "no"
+        trainer = DFlashTrainer(
+            drafter, loaded, arguments, PackedRows([row] * (steps + 1), None, 0), Collator(), BlockLoss("ce", default_gamma(block_size)),
+            num_anchors, [], 0, 8,
+        )  # fmt: skip
+        trainer.train()
+        started = time.perf_counter()
+        trainer.train()
+        seconds = (time.perf_counter() - started) / steps
+    return {"seconds": seconds, "peak": peak_bytes(), "models": before}
+
+
+def main(
+    target: Annotated[str | None, typer.Option(help="Default: SmolLM2-135M-Instruct.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps to measure.")] = 3,
+    dtype: Annotated[str, typer.Option(help="Of the target.")] = "float32",
+    one: Annotated[str | None, typer.Option(hidden=True)] = None,
+):
+    """Print the table."""
+    target = target or smollm2()[0]
+    if one is not None:
+        typer.echo("RESULT " + json.dumps(measure(target, **json.loads(one), steps=steps, dtype=dtype)))
+        return
+    configurations = [BASE] + [BASE | {name: value} for name, values in VARIED.items() for value in values]
+    typer.echo(
+        "| anchors a row | block | tokens a row | layers | checkpointing | seconds a row | anchors/s | peak memory | of it models |"
+    )
+    typer.echo("|---|---|---|---|---|---|---|---|---|")
+    for configuration in configurations:
+        command = [
+            sys.executable,
+            "-m",
+            "dflash_hub.training.cost",
+            "--target",
+            target,
+            "--steps",
+            str(steps),
+            "--dtype",
+            dtype,
+        ]
+        done = subprocess.run([*command, "--one", json.dumps(configuration)], capture_output=True, text=True)
+        if done.returncode:
+            raise ValueError(f"{configuration} failed: {done.stderr[-2000:]}")
+        found = json.loads(done.stdout.split("RESULT ")[1])
+        c = configuration
+        anchors = min(c["num_anchors"], c["length"] - c["length"] // 4 - 1)
+        typer.echo(
+            f"| {anchors} | {c['block_size']} | {c['length']} | {c['layers']} | {'on' if c['gradient_checkpointing'] else 'off'} | "
+            f"{found['seconds']:.2f} | {anchors / found['seconds']:.0f} | {found['peak'] / 2**30:.2f} GiB | {found['models'] / 2**30:.2f} GiB |"
+        )
+    typer.echo(f"\n`{typed_command()}`, commit {commit()}, {device_name()}, torch {torch.__version__}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
