@@ -102,7 +102,7 @@ class App:
                 for name, text in zip(NAMES, PROMPTS):
                     choice = gr.Button(name, size="sm", min_width=0, scale=0)
                     choice.click(lambda text=text: text, None, prompt, queue=False, show_progress="hidden")
-            with gr.Accordion("Length, sampling, seed", open=False, elem_id="settings"):
+            with gr.Accordion("Length, drafting, sampling", open=False, elem_id="settings"):
                 with gr.Row():
                     length = gr.Slider(16, 256, 96, step=8, label="Tokens", info="at most", elem_id="length")
                     temperature = gr.Slider(0, 1.5, 0, step=0.1, label="Temperature", info="0 is greedy")

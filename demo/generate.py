@@ -167,12 +167,11 @@ def _read(file: Path | None) -> str:
 
 def _lines(interactive: bool) -> Iterator[str]:
     """Turns of a chat, a line each; blank lines are none."""
-    asked = "> " if interactive else ""
     while True:
         try:
-            if not sys.stdout.isatty():  # where `input` would write it among the answers
-                print(asked, end="", file=sys.stderr, flush=True)
-            line = input(asked if sys.stdout.isatty() else "")
+            if interactive:
+                print("> ", end="", file=sys.stderr, flush=True)  # not among the answers
+            line = input()
         except EOFError:
             return
         except KeyboardInterrupt:

@@ -93,10 +93,10 @@ def _verdict(race: Race) -> str:
         same = "Sampled texts have the same distribution with and without a drafter, but other random numbers."
         passes = f"<b>{dflash.passes}</b> target passes for {dflash.num_tokens} tokens"
     ratio = dflash.rate / plain.rate
-    speed = f"{ratio:.2f} times plain's tokens per second"
+    speed = f"<b>{ratio:.2f} times</b> plain's tokens per second"
     if ratio < 1:
         speed += ": here a round costs more than its accepted tokens save"
-    return f'<p class="verdict" role="status">{passes}, <b>{speed}</b>. {same}</p>'
+    return f'<p class="verdict" role="status">{passes}, {speed}. {same}</p>'
 
 
 def _difference(race: Race) -> str:

@@ -1,6 +1,7 @@
 """The demo's race and page, without a browser; the page in a browser is in `test_app_browser.py`."""
 
 import re
+import runpy
 import subprocess
 import sys
 import threading
@@ -34,7 +35,7 @@ def test_a_race_ends_with_plains_text_and_true_counts(small_pair, kind, drafts_o
     plain = plain_text(small_pair, **GREEDY)
     new = plain[0, -24:].tolist()
     drafts_of(kind, plain)
-    race = finished(Race(small_pair, PROMPT, 0, GREEDY))
+    race = finished(Race(small_pair, PROMPT, 0, GREEDY, 4))
     assert race.dflash.tokens == race.plain.tokens == new and race.same_text and race.over
     assert race.plain.passes == 24 and race.plain.tau == 1
     assert race.dflash.passes == len(race.dflash.pieces) == race.dflash.speculation.target_passes
@@ -53,28 +54,27 @@ def test_marks_are_the_accepted_drafts(small_pair, drafts_of):
     plain = plain_text(small_pair, **settings)
     new = plain[0, -24:].tolist()
     drafts_of("oracle", plain)
-    ends = Race(
-        small_pair, PROMPT, 0, settings | {"eos_token_id": new[3]}
-    )  # the anchor, then four drafts: the third ends it
+    # The anchor, then four drafts, of which the third ends the text.
+    ends = Race(small_pair, PROMPT, 0, settings | {"eos_token_id": new[3]}, 4)
     finished(ends)
     cut = new[: new.index(new[3]) + 1]
     assert ends.dflash.tokens == cut and ends.same_text
     assert ends.dflash.accepted == [len(cut) - 1]
     assert [drafted for _, drafted in ends.dflash.parts] == [False, True]
-    race = finished(Race(small_pair, PROMPT, 0, settings))
+    race = finished(Race(small_pair, PROMPT, 0, settings, 4))
     assert sum(len(text) for text, drafted in race.dflash.parts if drafted) == sum(race.dflash.accepted)
 
 
 def test_a_sampled_race_is_reproducible_and_plain_is_plain(small_pair):
     """Whatever the order of turns: DFlash takes its seed when it begins, and torch's generator is plain's from there."""
-    first, second = (finished(Race(small_pair, PROMPT, 5, SAMPLED)) for _ in range(2))
+    first, second = (finished(Race(small_pair, PROMPT, 5, SAMPLED, 4)) for _ in range(2))
     assert first.dflash.tokens == second.dflash.tokens
     assert first.plain.tokens == second.plain.tokens == plain_text(small_pair, seed=5, **SAMPLED)[0, -24:].tolist()
     torch.manual_seed(5)
     inputs = small_pair.encode([{"role": "user", "content": PROMPT}])
-    alone = small_pair.target.generate(**inputs, **SAMPLED, assistant_model=small_pair.drafter)
+    alone = small_pair.target.generate(**inputs, **SAMPLED, assistant_model=small_pair.drafter, num_assistant_tokens=4)
     assert first.dflash.tokens == alone[0, -24:].tolist()
-    assert finished(Race(small_pair, PROMPT, 6, SAMPLED)).plain.tokens != first.plain.tokens
+    assert finished(Race(small_pair, PROMPT, 6, SAMPLED, 4)).plain.tokens != first.plain.tokens
 
 
 def test_only_one_computes_and_the_one_behind_goes_on(small_pair, monkeypatch):
@@ -90,7 +90,7 @@ def test_only_one_computes_and_the_one_behind_goes_on(small_pair, monkeypatch):
             busy.release()
 
     monkeypatch.setattr(type(small_pair.target), "forward", guarded)
-    race = Race(small_pair, PROMPT, 0, GREEDY)
+    race = Race(small_pair, PROMPT, 0, GREEDY, 4)
     before = [0.0, 0.0]
     for _ in race.run():
         now = [lane.seconds for lane in race.lanes]
@@ -104,7 +104,7 @@ def test_only_one_computes_and_the_one_behind_goes_on(small_pair, monkeypatch):
 
 def test_seconds_are_those_of_the_lane_alone(small_pair):
     """Waiting, for the other lane or for whoever draws the page, is not counted."""
-    race = Race(small_pair, PROMPT, 0, GREEDY)
+    race = Race(small_pair, PROMPT, 0, GREEDY, 4)
     start = time.perf_counter()
     for number, _ in enumerate(race.run()):
         if number < 4:
@@ -118,7 +118,7 @@ def test_a_race_that_is_left_ends_its_threads(small_pair, monkeypatch):
         type(small_pair.target), "forward", lambda self, *a, **k: (passes.append(1), forward(self, *a, **k))[1]
     )
     threads = threading.active_count()
-    race = Race(small_pair, PROMPT, 0, GREEDY)
+    race = Race(small_pair, PROMPT, 0, GREEDY, 4)
     rounds = race.run()
     for _ in range(5):
         next(rounds)
@@ -127,7 +127,7 @@ def test_a_race_that_is_left_ends_its_threads(small_pair, monkeypatch):
     assert threading.active_count() == threads and made <= 5
     time.sleep(0.1)
     assert len(passes) == made and not race.over
-    assert finished(Race(small_pair, PROMPT, 0, GREEDY)).same_text  # and nothing is left behind for the next
+    assert finished(Race(small_pair, PROMPT, 0, GREEDY, 4)).same_text  # and nothing is left behind for the next
 
 
 @pytest.mark.parametrize(
@@ -144,19 +144,19 @@ def test_a_race_that_is_left_ends_its_threads(small_pair, monkeypatch):
 def test_a_bad_prompt_gets_a_sentence(small_pair, prompt, sentence):
     threads = threading.active_count()
     with pytest.raises(ValueError, match=sentence):
-        Race(small_pair, prompt, 0, GREEDY)
+        Race(small_pair, prompt, 0, GREEDY, 4)
     assert threading.active_count() == threads
 
 
 def test_what_a_call_raises_comes_out_of_the_race(small_pair):
-    race = Race(small_pair, PROMPT, 0, GREEDY | {"num_beams": 2})
+    race = Race(small_pair, PROMPT, 0, GREEDY | {"num_beams": 2}, 4)
     with pytest.raises(ValueError, match="num_beams"):
         finished(race)
 
 
 def test_the_page_shows_the_races_numbers(small_pair, drafts_of):
     drafts_of("oracle", plain_text(small_pair, **GREEDY))
-    race = Race(small_pair, PROMPT, 0, GREEDY)
+    race = Race(small_pair, PROMPT, 0, GREEDY, 4)
     states = [page.stage(race, 5) for _ in race.run()]
     assert all('data-state="running"' in html and "caret" in html for html in states[:-1])
     last = states[-1]
@@ -171,7 +171,7 @@ def test_the_page_shows_the_races_numbers(small_pair, drafts_of):
 
 
 def test_a_stopped_race_says_so(small_pair):
-    race = Race(small_pair, PROMPT, 0, GREEDY)
+    race = Race(small_pair, PROMPT, 0, GREEDY, 4)
     rounds = race.run()
     for _ in range(3):
         next(rounds)
@@ -181,7 +181,7 @@ def test_a_stopped_race_says_so(small_pair):
 
 
 def test_different_texts_are_not_called_the_same(small_pair):
-    race = finished(Race(small_pair, PROMPT, 0, GREEDY))
+    race = finished(Race(small_pair, PROMPT, 0, GREEDY, 4))
     race.plain.pieces[7] = [race.plain.pieces[7][0] + 1]
     assert not race.same_text and "The texts differ: from token 8 on." in page.stage(race, 5)
 
@@ -207,6 +207,12 @@ def test_the_pictures_of_the_docs_are_there():
     assert names
     for name in names:
         assert 0 < (ROOT / "docs" / name).stat().st_size < 300_000
+
+
+def test_the_picture_of_the_method_is_drawn_by_its_script(tmp_path):
+    runpy.run_path(str(ROOT / "docs" / "method.py"))["draw"](tmp_path / "method.png")
+    drawn, kept = ((folder / "method.png").read_bytes() for folder in (tmp_path, ROOT / "docs"))
+    assert drawn[:24] == kept[:24]  # a PNG of the same size
 
 
 def test_the_space_is_complete_by_itself(tmp_path):

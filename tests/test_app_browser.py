@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +18,10 @@ pytestmark = pytest.mark.browser
 
 LENGTH = int(os.environ.get("SCREENSHOT_TOKENS", 32))
 PATIENCE = 600  # seconds: for a machine that is busy with other things
-QUESTION = "Ann has 4 bags with 6 apples each. She eats 5 apples. How many apples are left?"
+QUESTION = (
+    "Ann has 4 bags with 6 apples each. She eats 5 apples. How many apples are left?\n"
+    "Please reason step by step, and put your final answer within \\boxed{}."
+)
 
 
 def free_port() -> int:
@@ -33,8 +35,9 @@ def url(smollm2_path):
     """Address of a running app with the shipped drafter."""
     pytest.importorskip("gradio")
     port = free_port()
-    command = [sys.executable, "-m", "dflash_hub.demo.app", "--target", smollm2_path, "--port", str(port)]
-    app = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [sys.executable, "-m", "dflash_hub.demo.app", "--port", str(port)]
+    offline = os.environ | {"HF_HUB_OFFLINE": "1"}
+    app = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=offline)
     try:
         deadline = time.time() + PATIENCE
         while True:
@@ -47,7 +50,7 @@ def url(smollm2_path):
                 time.sleep(0.5)
         yield f"http://127.0.0.1:{port}"
     finally:
-        app.send_signal(signal.SIGINT)
+        app.terminate()
         app.wait(timeout=60)
 
 
@@ -97,8 +100,11 @@ class Page:
         raise AssertionError(f"waited {PATIENCE} s; the page shows: {self.one('body').text}")
 
     def type(self, text: str):
+        from selenium.webdriver.common.keys import Keys
+
         box = self.one("#prompt textarea")
-        box.clear()
+        box.send_keys(Keys.CONTROL, "a")
+        box.send_keys(Keys.BACKSPACE)
         if len(text) > 300:  # as a visitor pastes
             self.browser.execute_script(
                 "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event('input'))", box, text
@@ -106,7 +112,8 @@ class Page:
         elif text:
             box.send_keys(text)
 
-    def set_length(self, tokens: int):
+    def set(self, tokens: int, drafts: int = 7):
+        """Length of the answers, and drafted tokens a round: how many pay depends on how busy the machine is."""
         from selenium.webdriver.common.keys import Keys
 
         if not self.all("#length input[type=number]") or not self.one("#length input[type=number]").is_displayed():
@@ -115,6 +122,11 @@ class Page:
         box = self.one("#length input[type=number]")
         box.send_keys(Keys.CONTROL, "a")
         box.send_keys(str(tokens), Keys.TAB)
+        box = self.one("#drafts input")
+        box.click()
+        box.send_keys(Keys.CONTROL, "a")
+        box.send_keys(str(drafts), Keys.ENTER)
+        self.until(lambda: box.get_attribute("value") == str(drafts))
         self.one("#settings button").click()
 
     def race(self):
@@ -158,7 +170,7 @@ def errors_of(browser) -> list[dict]:
 
 def test_a_visitor_types_races_and_reads_the_numbers(browser, url):
     page = Page(browser, url)
-    page.set_length(LENGTH)
+    page.set(LENGTH)
     page.type(QUESTION)
     page.race()
     page.until(lambda: page.state == "running" and page.numbers("first")["tokens"] >= 3)
@@ -183,7 +195,7 @@ def test_a_visitor_types_races_and_reads_the_numbers(browser, url):
 def test_it_fits_a_phone_in_dark_mode(browser, url):
     Page(browser, url, 390, 844).look("app-phone-start")
     page = Page(browser, url, 390, 844, "dark")
-    page.set_length(LENGTH)
+    page.set(LENGTH)
     page.race()
     page.until(lambda: page.state == "over")
     page.look("app-phone")
@@ -210,7 +222,7 @@ def test_bad_prompts_get_a_sentence(browser, url):
 
 def test_two_visitors_wait_for_each_other_and_a_stopped_race_ends(browser, url):
     first = Page(browser, url)
-    first.set_length(256)
+    first.set(256)
     first.race()
     first.until(lambda: first.state == "running")
     one = browser.current_window_handle

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 from conftest import DRAFTERS
 from dflash_hub.cli import main
-from dflash_hub.demo.generate import Conversation
+from dflash_hub.demo.generate import Conversation, _write
 from dflash_hub.demo.pair import DraftStreamer
 
 ENTRY = str(Path(sys.executable).with_name("dflash-hub"))
@@ -28,7 +27,7 @@ def command(pair_folders, monkeypatch, capsys):
 
     def run(*arguments, stdin=""):
         monkeypatch.setattr(sys, "argv", [*own, *arguments])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin) if isinstance(stdin, str) else stdin)
         with pytest.raises(SystemExit) as ended:
             main()
         out, err = capsys.readouterr()
@@ -167,31 +166,53 @@ def test_errors_are_a_sentence_and_a_status(command, arguments, expected, senten
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a pseudo-terminal")
-def test_at_a_terminal_it_chats_until_the_pipe_of_its_answers_closes(pair_folders):
-    """One process, since each takes seconds to start: a turn in colour, an interrupted answer, and the end."""
+def test_at_a_terminal_it_chats(pair_folders):
     import pty
 
     target, drafter = pair_folders
-    own = [ENTRY, "generate", "--target", target, "--drafter", drafter, "--max-new-tokens", "490"]
+    own = [ENTRY, "generate", "--target", target, "--drafter", drafter, "--max-new-tokens", "12"]
     master, slave = pty.openpty()
-    running = subprocess.Popen(
-        own, stdin=slave, stdout=slave, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    running = subprocess.Popen(own, stdin=slave, stdout=slave, stderr=subprocess.PIPE, text=True)
     os.close(slave)
-    os.write(master, b"How many?\n")
+    os.write(master, b"How many?\n\x04")
     shown = b""
-    while shown.count(b"> ") < 1 or len(shown.split(b"> ", 1)[1]) < 20:  # it has begun to answer
-        shown += os.read(master, 4096)
-    running.send_signal(signal.SIGINT)
-    os.write(master, b"\x04")
     try:
         while chunk := os.read(master, 4096):
             shown += chunk
     except OSError:
         pass  # the other side is closed
     _, errors = running.communicate(timeout=60)
-    assert running.returncode == 0 and "Ctrl-D ends" in errors
-    assert "stopped" in errors and "Traceback" not in errors
+    assert running.returncode == 0 and errors.count("> ") == 2 and len(shown.splitlines()[1]) >= 6
+    assert "Ctrl-D ends" in errors and "12 tokens in" in errors and "Traceback" not in errors
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_ctrl_c_at_a_terminal_ends_the_answer_and_not_the_chat(command, monkeypatch):
+    asked, ask = [], Conversation.ask
+
+    def interrupted_once(self, prompt, streamer=None):
+        asked.append(prompt)
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        return ask(self, prompt, streamer)
+
+    monkeypatch.setattr(Conversation, "ask", interrupted_once)
+    status, text, error = command(stdin=Terminal("How many?\nAnd then?\n"))
+    assert status == 0 and asked == ["How many?", "And then?"] and "stopped" in error
+    assert text.count("\n") >= 1 and "> " not in text  # not among answers that go to a file
+    assert error.count("> ") == 3
+
+
+def test_drafted_text_has_a_colour_at_a_terminal_only(monkeypatch):
+    for out, expected in ((Terminal(), "a\x1b[32mb\x1b[0m"), (io.StringIO(), "ab")):
+        monkeypatch.setattr(sys, "stdout", out)
+        _write("a", False)
+        _write("b", True)
+        assert out.getvalue() == expected
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs bash")
