@@ -1,24 +1,37 @@
-# Two commands need nothing but Python 3.11+ and pip: `make demo` and `make test`. A second run installs nothing.
+# Three commands need nothing but Python 3.11+ and pip: `make demo`, `make app` and `make test`. A second run installs nothing.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # The suite runs on one core per worker: two torch processes with all threads each only get in each other's way.
 WORKERS ?= 2
 
-.PHONY: demo test test-oldest test-slow lint peers clean
+.PHONY: demo app space test test-oldest test-slow browser screenshots lint peers clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
 	$(BIN)/dflash-hub demo
 
+app: $(VENV)/.demo $(VENV)/.app
+	$(BIN)/python -m dflash_hub.demo.app
+
+space: $(VENV)/.app
+	$(BIN)/python -m dflash_hub.demo.space build/space
+
 test: $(VENV)/.test $(VENV)/.demo
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not peers"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not peers and not browser"
 
 test-slow: $(VENV)/.test $(VENV)/.demo $(VENV)/.quant
 	$(BIN)/python -m pytest -m slow
 
+# Needs Debian's packages chromium and chromium-driver.
+browser: $(VENV)/.test $(VENV)/.demo $(VENV)/.app
+	$(BIN)/python -m pytest -m browser
+
+screenshots: $(VENV)/.test $(VENV)/.demo $(VENV)/.app
+	SCREENSHOTS=docs SCREENSHOT_TOKENS=96 $(BIN)/python -m pytest -m browser -k "numbers or phone"
+
 test-oldest: .venv-oldest/.test
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n $(WORKERS) -m "not slow and not peers" \
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n $(WORKERS) -m "not slow and not peers and not browser" \
 		tests/test_configuration_dflash.py tests/test_modeling_dflash.py tests/test_generation_dflash.py \
 		tests/test_choice_dflash.py tests/test_native_route.py tests/test_remote_code.py tests/test_families.py
 
@@ -42,6 +55,10 @@ $(VENV)/.demo: $(VENV)/.base
 
 $(VENV)/.test: $(VENV)/.base
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[test]'
+	touch $@
+
+$(VENV)/.app: $(VENV)/.base
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[app,browser]'
 	touch $@
 
 $(VENV)/.quant: $(VENV)/.base

@@ -41,6 +41,53 @@ def demo(
     run(prompt, target, drafter, max_new_tokens, temperature, seed, dtype)
 
 
+@app.command(epilog="\b\ndflash-hub generate 'What is 15 + 27?' --max-new-tokens 64")
+def generate(
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PROMPT", help="The prompt; several are turns of one chat. Default: standard input."),
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from a file; - is standard input.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Each line of standard input is a turn, as at a terminal.")
+    ] = False,
+    target: Annotated[
+        str | None, typer.Option(help="Target repository or folder. Default: SmolLM2-135M-Instruct.")
+    ] = None,
+    drafter: Annotated[str | None, typer.Option(help="Drafter repository or folder. Default: the shipped one.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
+    thinking: Annotated[
+        bool | None, typer.Option(help="Thinking mode of the target's template, where it has one.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Of sampling.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Of sampling.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: the target's own.")] = "auto",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a line and answer, with statistics.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No statistics on standard error.")] = False,
+):
+    """Write an answer with a target and its drafter: text on standard output, statistics on standard error."""
+    from .demo.generate import run
+
+    prompts = prompts or []
+    if (bool(prompts) + (file is not None) + chat) > 1:
+        raise typer.BadParameter("pass PROMPT, --file or --chat, one of them.")
+    if raw and (len(prompts) > 1 or chat or system or thinking is not None):
+        raise typer.BadParameter("--raw continues one text; turns, --system and --thinking need the chat template.")
+    if not temperature and (top_p is not None or top_k is not None):
+        raise typer.BadParameter("--top-p and --top-k are of sampling; pass --temperature as well.")
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature else {}
+    sampling = {name: value for name, value in sampling.items() if value is not None}
+    run(
+        prompts, file, chat, target, drafter, system, raw, thinking, max_new_tokens, sampling, seed, dtype, as_json, quiet
+    )  # fmt: skip
+
+
 @app.command(epilog="\b\ndflash-hub init --target Qwen/Qwen3-4B --output qwen3-4b-drafter --dry-run")
 def init(
     target: Annotated[str, typer.Option(help="Repository or folder of the target.")],
@@ -243,8 +290,8 @@ def bench(
         return
     from .benchmark.bench import Bench, run_bench
     from .benchmark.report import write_report
+    from .demo.pair import DTYPES
     from .demo.smollm2 import smollm2
-    from .demo.terminal import DTYPES
 
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r} is none of {', '.join(DTYPES)}.")
@@ -276,8 +323,8 @@ app.command(epilog="\b\ndflash-hub regenerate --prompts demo --max-new-tokens 48
     training.regenerate
 )
 app.command(
-    epilog="\b\ndflash-hub regenerate --prompts demo --max-new-tokens 48 --output answers-demo && dflash-hub train "
-    "--answers answers-demo --layers 1 --block-size 4 --held-out 2 --eval-prompts 1 --max-steps 4 --output run-demo"
+    epilog="\b\ndflash-hub regenerate --prompts demo --max-new-tokens 48 --output answers-demo\n"
+    "dflash-hub train --answers answers-demo --layers 1 --block-size 4 --held-out 2 --eval-prompts 1 --max-steps 4 --output run-demo"
 )(training.train)
 app.command(epilog="\b\ndflash-hub check --drafter . --count 2")(training.check)
 app.command(epilog="\b\ndflash-hub align --drafter . --target TUNED --prompts prompts.jsonl --output aligned")(

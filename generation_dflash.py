@@ -470,12 +470,13 @@ class Decoding:
                 if all(self.stop.ended[group]) or not all(agreed):
                     break
         added = [now - then for now, then in zip(text.lengths, before)]
-        if self.call.streamer is not None and self.rows == 1:
-            self.call.streamer.put(torch.tensor(text.ids[0, before[0] : text.lengths[0]].tolist()))
         if max(before) > self.prompt.shape[1]:  # the prompt's pass is no round
             self._count_round([row for row in range(self.rows) if not resting[row]], count, accepted, added)
         else:
             self.clock.start()
+        if self.call.streamer is not None and self.rows == 1:
+            self.call.streamer.put(torch.tensor(text.ids[0, before[0] : text.lengths[0]].tolist()))
+            self.clock.start()  # a streamer may take its time, which is no part of a round
         return added
 
     def _count_round(self, running: list[int], drafted: int, accepted: list[int], added: list[int]):

@@ -1,17 +1,14 @@
 """`dflash-hub demo`: a real target with its drafter against the same target alone, in a terminal."""
 
 import time
-from pathlib import Path
 
 import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..modeling_dflash import DFlashDraftModel
-from .smollm2 import smollm2
+from .pair import DraftStreamer, Pair
 
 PROMPTS = [
     "A baker makes 24 rolls every morning. She sells 5 to each of 4 neighbours and freezes the rest. How many rolls does "
@@ -22,7 +19,6 @@ PROMPTS = [
     "does the whole trip cost?\nPlease reason step by step, and put your final answer within \\boxed{}.",
     "Why is the sky blue? Answer in two sentences.",
 ]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DRAFTED = "black on green"
 
 
@@ -41,40 +37,32 @@ def run(
         ValueError: an unknown dtype, or a pair that does not fit.
         FileNotFoundError: no target could be found.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype!r} is none of {', '.join(DTYPES)}.")
-    transformers.utils.logging.disable_progress_bar()
     console = Console(highlight=False)
-    path, source = (target, target) if target else smollm2()
-    drafter = drafter or str(Path(__file__).parent.parent)
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype]).to(device)
-    draft_model = DFlashDraftModel.from_pretrained(drafter, dtype=DTYPES[dtype]).to(device)
+    pair = Pair(target, drafter, dtype)
+    model, draft_model = pair.target, pair.drafter
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     console.print(
-        f"target:  {source}\ndrafter: {drafter}\n{dtype} on {device}, transformers {transformers.__version__}"
+        f"target:  {pair.source}\ndrafter: {pair.drafter_path}\n"
+        f"{dtype} on {pair.device}, transformers {transformers.__version__}"
     )
     console.print(Text("accepted drafted tokens", DRAFTED), "have this colour; the others the target chose itself\n")
 
     table = Table("#", "tokens", "target passes", "tau", "seconds", "plain s", "speed-up", "same text")
     for number, prompt in enumerate(prompts or PROMPTS, start=1):
-        inputs = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        ).to(device)
+        inputs = pair.encode([{"role": "user", "content": prompt}])
         prompt_length = inputs["input_ids"].shape[1]
         model.generate(**inputs, max_new_tokens=2, do_sample=False)  # warm-up
         model.generate(**inputs, max_new_tokens=4, do_sample=False, assistant_model=draft_model)
 
         console.print(Text(f"{number}. {prompt}", "bold"))
-        streamer = DraftStreamer(tokenizer, console)
+        streamer = DraftStreamer(pair.tokenizer, coloured(console))
         torch.manual_seed(seed)
         output, seconds = _timed(
             model, inputs, max_new_tokens, sampling, assistant_model=draft_model, streamer=streamer
         )
         speculation = draft_model.last_speculation
-        streamer.finish(speculation.accepted[0][-1] if speculation.accepted[0] else 0)
+        streamer.finish(speculation)
+        console.print("\n")
         torch.manual_seed(seed)
         plain, plain_seconds = _timed(model, inputs, max_new_tokens, sampling)
 
@@ -94,6 +82,15 @@ def run(
         console.print("Sampled texts have the same distribution with and without a drafter, but other random numbers.")
 
 
+def coloured(console: Console):
+    """What shows a part of the text in the colour of who chose it."""
+
+    def show(text: str, drafted: bool):
+        console.print(Text(text, DRAFTED if drafted else ""), end="", soft_wrap=True)
+
+    return show
+
+
 def _timed(model, inputs, max_new_tokens: int, sampling: dict, **kwargs) -> tuple[torch.Tensor, float]:
     if model.device.type == "cuda":
         torch.cuda.synchronize()
@@ -102,42 +99,3 @@ def _timed(model, inputs, max_new_tokens: int, sampling: dict, **kwargs) -> tupl
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     return output, time.perf_counter() - start
-
-
-class DraftStreamer:
-    """Prints the text as it comes; a piece is one round: drafted tokens, then the target's own.
-
-    Only the last round can end on a drafted token, so each piece waits for the next one, and the last for `finish`.
-    """
-
-    def __init__(self, tokenizer, console: Console):
-        self.tokenizer = tokenizer
-        self.console = console
-        self.waiting: list[int] | None = None
-        self.tokens: list[int] = []
-        self.printed = 0
-        self.prompt_seen = False
-
-    def put(self, value: torch.Tensor):
-        if not self.prompt_seen:
-            self.prompt_seen = True
-            return
-        if self.waiting is not None:
-            self._print(self.waiting, len(self.waiting) - 1)
-        self.waiting = value.flatten().tolist()
-
-    def end(self):
-        pass
-
-    def finish(self, accepted: int):
-        """Print the last piece, of which `accepted` tokens were drafted."""
-        self._print(self.waiting, accepted)
-        self.console.print("\n")
-
-    def _print(self, tokens: list[int], drafted: int):
-        for part, style in ((tokens[:drafted], DRAFTED), (tokens[drafted:], "")):
-            self.tokens += part
-            text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-            if not text.endswith("�"):  # half a character: wait for its other bytes
-                self.console.print(Text(text[self.printed :], style), end="", soft_wrap=True)
-                self.printed = len(text)

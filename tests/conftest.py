@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from dflash_hub import DFlashConfig, DFlashDraftModel
@@ -117,6 +118,32 @@ def expected_cut(
         if text[index] in eos:
             return text[: index + 1]
     return text
+
+
+@pytest.fixture(scope="session")
+def pair_folders(tmp_path_factory) -> tuple[str, str]:
+    """Folders of a tiny target, with a tokenizer of one token a character and a chat template, and of its drafter."""
+    folder = tmp_path_factory.mktemp("pair")
+    characters = [" ", "\n", *map(chr, range(35, 127))]
+    vocabulary = {name: i for i, name in enumerate(["<pad>", "<s>", "</s>", *characters])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<pad>"))
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<pad>"
+    )
+    fast.chat_template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    fast.save_pretrained(folder / "target")
+    tiny_target("llama").save_pretrained(folder / "target")
+    tiny_drafter(num_draft_tokens=4).save_pretrained(folder / "drafter")
+    return str(folder / "target"), str(folder / "drafter")
+
+
+@pytest.fixture(scope="session")
+def small_pair(pair_folders):
+    """The pair of `pair_folders`, loaded."""
+    from dflash_hub.demo.pair import Pair
+
+    return Pair(*pair_folders, "float32")
 
 
 # ------------------------------------------------------------------------------------------------- the matrix

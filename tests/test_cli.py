@@ -20,7 +20,9 @@ def run(*arguments, entry=(str(ENTRY),), **kwargs):
 def test_help_names_every_command(entry):
     done = run("--help", entry=entry)
     assert done.returncode == 0
-    for command in ("demo", "import", "export", "inspect", "card", "push"):
+    for command in (
+        "demo", "generate", "init", "import", "export", "inspect", "card", "push", "bench", "regenerate", "train", "check", "align",
+    ):  # fmt: skip
         assert command in done.stdout
         help_text = run(command, "--help", entry=entry).stdout
         assert help_text.strip().splitlines()[-1].strip().startswith(f"dflash-hub {command}")
@@ -111,19 +113,21 @@ def test_the_demo_refuses_a_wrong_pair(tmp_path, smollm2_path):
 
 def test_the_streamer_prints_everything_once(smollm2_path):
     import torch
-    from dflash_hub.demo.terminal import DRAFTED, DraftStreamer
+    from dflash_hub.demo.pair import DraftStreamer
+    from dflash_hub.demo.terminal import DRAFTED, coloured
+    from dflash_hub.statistics_dflash import Speculation
     from rich.console import Console
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2_path)
     console = Console(record=True, width=200, highlight=False, force_terminal=True)
-    streamer = DraftStreamer(tokenizer, console)
+    streamer = DraftStreamer(tokenizer, coloured(console))
     ids = tokenizer("Thé 日本 is 42 years old 🙂, isn't it?").input_ids
     streamer.put(torch.tensor([[1, 2, 3]]))
     for piece in (ids[:1], ids[1:4], ids[4:9], ids[9:]):
         streamer.put(torch.tensor(piece))
     streamer.end()
-    streamer.finish(0)
+    streamer.finish(Speculation(accepted=[[2, 4, 0]]))
     styled = console.export_text(styles=True, clear=False)
     assert console.export_text().strip() == "Thé 日本 is 42 years old 🙂, isn't it?"
     assert "\x1b[30;42m" in styled and DRAFTED == "black on green"

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from conftest import DRAFTERS, FAMILIES, VOCAB, expected_cut, prompt_of, tiny_drafter, tiny_target
-from dflash_hub import generation_dflash
+from dflash_hub import clock_dflash, generation_dflash
 from dflash_hub.generation_dflash import ScheduleMemory
 from dflash_hub.schedule_dflash import DraftSchedule
 from dflash_hub.target_dflash import CACHE
@@ -507,6 +507,23 @@ def test_the_schedule_decides(monkeypatch, drafts_of):
         seconds > 0 and (drafter_seconds > 0) == (drafted > 0) for drafted, _, seconds, drafter_seconds, *_ in told
     )
     assert [(rows, context) for *_, rows, context in told] == [(1, 10), (1, 11), (1, 15), (1, 16), (1, 21), (1, 24)]
+
+
+def test_a_slow_streamer_is_no_part_of_a_round(monkeypatch):
+    """Else the schedule would take the target for slow, and draft more than pays."""
+    target, drafter, told, now = tiny_target("llama"), tiny_drafter(num_draft_tokens="auto"), [], [0.0]
+    monkeypatch.setattr(clock_dflash.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(DraftSchedule, "observe", lambda self, drafted, accepted, *args: told.append(args[:2]))
+
+    class Slow:
+        def put(self, value):
+            now[0] += 5
+
+        def end(self):
+            pass
+
+    greedy(target, prompt_of(10), max_new_tokens=16, assistant_model=drafter, streamer=Slow())
+    assert now[0] > 40 and told and set(told) == {(0.0, 0.0)}
 
 
 @pytest.mark.parametrize("number", (4, "auto"))
