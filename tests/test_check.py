@@ -314,3 +314,38 @@ def test_two_processes_train_as_one_job_with_ddp_and_with_fsdp(tmp_path):
         assert any("eval_acceptance_length" in entry for entry in entries)
         DFlashDraftModel.from_pretrained(tmp_path / name / "drafter")
     assert len(losses["ddp"]) == 6 and losses["ddp"] == pytest.approx(losses["fsdp"], rel=1e-3)
+
+
+def test_replayed_acceptance_of_a_set(tmp_path):
+    model = tiny_target("llama", num_hidden_layers=8)
+    model.save_pretrained(tmp_path / "target")
+    tiny_tokenizer(90).save_pretrained(tmp_path / "target")
+    tiny_drafter(num_target_layers=8).save_pretrained(tmp_path / "drafter")
+    (tmp_path / "set").mkdir()
+    rows = "".join(json.dumps(row) + "\n" for row in answers_of(model, 3))
+    (tmp_path / "set" / "answers.jsonl").write_text(rows)
+    (tmp_path / "set" / "settings.json").write_text('{"generation": {"do_sample": false}}')
+    command = [
+        sys.executable,
+        "-m",
+        "dflash_hub.training.measure",
+        "--target",
+        "target",
+        "--drafter",
+        "drafter",
+        "--answers",
+        "set",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "| set | 3 | 1." in done.stdout and "| mean |" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_commands_that_help_shows_run_as_pasted(tmp_path, smollm2_path):
+    shown = dflash_hub("train", "--help").stdout.strip().splitlines()[-2:]
+    for line in shown:
+        assert line.strip().startswith("dflash-hub ")
+        done = dflash_hub(*line.split()[1:], cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run-demo" / "drafter" / "model.safetensors").exists()

@@ -1,0 +1,56 @@
+"""Acceptance of a drafter on answers that the target wrote greedily, set by set: rounds replayed, as fast as training.
+
+    python -m dflash_hub.training.measure --drafter . --answers answers-gsm8k --answers answers-humaneval
+
+Each folder of `dflash-hub regenerate` is a set. The rounds are those of real greedy generation (see `evaluation`); what they
+cost in time is measured by `dflash-hub bench`.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from ..benchmark.bench import commit, device_name
+from ..benchmark.report import bootstrap, interval, table
+from ..demo.smollm2 import smollm2
+from ..modeling_dflash import DFlashDraftModel
+from .answers import read_answers
+from .commands import typed_command
+from .evaluation import replay
+from .train import load_target
+
+
+def main(
+    drafter: Annotated[str, typer.Option(help="Repository or folder.")],
+    answers: Annotated[list[Path], typer.Option(help="Folder of greedy answers; repeatable.")],
+    target: Annotated[str | None, typer.Option(help="Default: SmolLM2-135M-Instruct.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+):
+    """Print the table."""
+    loaded, _ = load_target(target or smollm2()[0], dtype)
+    model = DFlashDraftModel.from_pretrained(drafter, dtype=getattr(torch, dtype)).to(loaded.device).eval()
+    lines, taus = [], []
+    for folder in answers:
+        settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+        if settings["generation"].get("do_sample", True):
+            raise ValueError(f"the answers in {folder} were sampled; rounds can be replayed on greedy ones only.")
+        rows = read_answers(folder / "answers.jsonl")
+        speculation, _, first = replay(loaded, model, [row for row in rows if len(row["answer_ids"]) > 1])
+        tau = bootstrap(speculation.acceptance_lengths, tau_of)
+        taus.append(tau[0])
+        slots = " ".join(f"{share:.2f}" for share in speculation.slot_acceptance)
+        lines.append([folder.name, len(rows), interval(tau), f"{first:.2f}", slots])
+    head = ["set", "answers", "tau", "first slot right, all anchors", "slots 1 to k accepted"]
+    typer.echo(table(head, [*lines, ["mean", "", f"{sum(taus) / len(taus):.2f}", "", ""]]))
+    typer.echo(f"\n`{typed_command()}`, commit {commit()}, {device_name()}, torch {torch.__version__}, {dtype}")
+
+
+def tau_of(answers: list[list[int]]) -> float:
+    return sum(map(sum, answers)) / sum(map(len, answers))
+
+
+if __name__ == "__main__":
+    typer.run(main)
