@@ -12,6 +12,8 @@ from families import drafting
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
+# The root modules, which every drafter's folder carries.
+CODE = sorted(path.name for path in ROOT.glob("*_dflash.py"))
 FIXTURE = SHARED / "fixtures" / "smollm2-dflash"
 
 VOCAB = 97

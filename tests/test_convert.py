@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import tiny_drafter
+from conftest import CODE, tiny_drafter
 from dflash_hub import DFlashConfig, DFlashDraftModel
 from dflash_hub.convert.exporting import export_drafter
 from dflash_hub.convert.folders import new_folder
@@ -159,10 +159,6 @@ def test_push_to_hub_uploads_a_complete_folder(how, monkeypatch, tmp_path):
             tiny_drafter().push_to_hub("org/drafter", private=True)
         else:
             tiny_drafter().save_pretrained(tmp_path / "d", push_to_hub=True, repo_id="org/drafter", private=True)
-    code = [
-        f"{name}_dflash.py"
-        for name in ("choice", "configuration", "generation", "hub", "modeling", "statistics", "target")
-    ]
-    expected = [*code, "README.md", "config.json", "custom_generate/generate.py", "model.safetensors"]
+    expected = [*CODE, "README.md", "config.json", "custom_generate/generate.py", "model.safetensors"]
     assert sorted(hub.files["org/drafter"]) == sorted(expected)
     assert hub.repositories["org/drafter"]["visibility"] == "private"

@@ -6,7 +6,7 @@ import pickle
 import brute_force
 import pytest
 import torch
-from conftest import prompt_of, tiny_config, tiny_drafter, tiny_target
+from conftest import CODE, prompt_of, tiny_config, tiny_drafter, tiny_target
 from dflash_hub import DFlashDraftModel
 from dflash_hub.modeling_dflash import is_flash
 from safetensors.torch import load_file, save_file
@@ -279,11 +279,7 @@ def test_saves_its_own_tensors_only_also_after_drafting(tmp_path):
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor, drafter.state_dict()[name])
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    code = {
-        f"{name}_dflash.py"
-        for name in ("configuration", "modeling", "generation", "target", "choice", "statistics", "hub")
-    }
-    assert files == code | {"config.json", "model.safetensors", "README.md", "custom_generate/generate.py"}
+    assert files == set(CODE) | {"config.json", "model.safetensors", "README.md", "custom_generate/generate.py"}
 
 
 @pytest.mark.parametrize(

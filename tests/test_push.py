@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import ROOT, tiny_drafter
+from conftest import CODE, ROOT, tiny_drafter
 from dflash_hub.cli import app
 from dflash_hub.convert.card import write_card
 from dflash_hub.convert.description import describe
@@ -14,10 +14,6 @@ from fake_hub import fake_hub
 from typer.testing import CliRunner
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-CODE = [
-    f"{name}_dflash.py"
-    for name in ("choice", "configuration", "generation", "hub", "modeling", "statistics", "target")
-]  # fmt: skip
 
 
 def run(*arguments) -> str:
