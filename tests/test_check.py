@@ -140,6 +140,7 @@ def write_prompts(path, count: int):
     return path
 
 
+@pytest.mark.slow
 def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
     """regenerate, train, resume, check, then align to a target that changed; through the real entry point."""
     target, changed = tiny_target("llama", num_hidden_layers=8), tiny_target("llama", num_hidden_layers=8)
