@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from .benchmark.prompts import prompt_source
 from .training import commands as training
 
 app = typer.Typer(
@@ -276,10 +277,9 @@ def bench(
 ):
     """Measure methods side by side on the same prompts: acceptance, speed, equality of the text."""
     here = Path(__file__).parent
-    demo_prompts = str(here / "benchmark" / "demo_prompts.jsonl")
-    sources = [demo_prompts if name == "demo" else name for name in prompts or ["demo"]]
+    sources = [prompt_source(name) for name in prompts or ["demo"]]
     choice_seed = None if first else seed
-    command = " ".join(["dflash-hub", *sys.argv[1:]])
+    command = training.typed_command()
     if server:
         from .benchmark.prompts import load_prompts
         from .benchmark.server import Server, measure_server

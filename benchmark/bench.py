@@ -214,30 +214,43 @@ def read_settings(folder: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def complete_lines(path: Path) -> list[dict]:
+    """Of a file of JSON lines, where it exists; a line that an interruption cut is left out."""
+    entries = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            entries.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return entries
+
+
 def read_records(folder: Path) -> list[dict]:
     """All complete lines; a line that an interruption cut is measured again."""
-    records = []
-    for path in sorted(folder.glob("records-*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-    return records
+    return [record for path in sorted(folder.glob("records-*.jsonl")) for record in complete_lines(path)]
 
 
 def provenance(command: str, bench: Bench) -> dict:
     """Where a number comes from: it stands beside every report."""
+    return {"command": command, **environment(), "processes": bench.state.num_processes}
+
+
+def environment() -> dict:
+    """Code, machine and versions of this run."""
     return {
-        "command": command,
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "device": device_name(),
-        "processes": bench.state.num_processes,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def origin(command: str) -> str:
+    """The same in a line, for below a table."""
+    of = environment()
+    return f"`{command}`, commit {of['commit']}, {of['date']}, {of['device']}, torch {of['torch']}, transformers {of['transformers']}"
 
 
 def commit() -> str:

@@ -20,7 +20,7 @@ from ..generation_dflash import DFlashCandidateGenerator
 from ..target_dflash import CACHE, tap_request, tapped
 from .bench import Bench, provenance
 from .methods import ZLAB_PYTHON, make_method
-from .prompts import load_prompts
+from .prompts import DEMO_PROMPTS, load_prompts
 
 
 @torch.no_grad()
@@ -91,7 +91,7 @@ def run(
     """Print the ratios as a Markdown table, with what they were measured on."""
     root = Path(__file__).parent.parent
     bench = Bench(target or smollm2()[0], drafter or str(root), None, dtype, max_new_tokens, 0.0, None)
-    _, rows = load_prompts(str(Path(__file__).with_name("demo_prompts.jsonl")), count, None)
+    _, rows = load_prompts(str(DEMO_PROMPTS), count, None)
     print("| ratio | median | quartiles |\n|---|---|---|")
     for name, values in measure(bench, rows, repeats, ZLAB_PYTHON.exists()).items():
         low, middle, high = statistics.quantiles(values, n=4)

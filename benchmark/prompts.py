@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+DEMO_PROMPTS = Path(__file__).with_name("demo_prompts.jsonl")
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 PROGRAM = (
     "You are an expert Python programmer. You will be given a question (problem specification) and will generate a correct "
@@ -65,6 +66,11 @@ SETS = {
         lambda r, i: f"alpaca-{i}",
     ),
 }
+
+
+def prompt_source(name: str) -> str:
+    """`demo` is a file of ours; anything else stands for itself."""
+    return str(DEMO_PROMPTS) if name == "demo" else name
 
 
 def load_prompts(source: str, count: int, seed: int | None) -> tuple[str, list[dict]]:

@@ -11,7 +11,6 @@ The text's distribution is the target's in all of them, so only the rounds count
 
 import json
 import statistics
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -21,7 +20,7 @@ import typer
 from ..choice_dflash import GumbelNoise, TargetChoice
 from ..demo.smollm2 import smollm2
 from ..modeling_dflash import DFlashDraftModel
-from .prompts import load_prompts
+from .prompts import DEMO_PROMPTS, load_prompts
 
 
 def propose_argmax(self, text, start, logits):
@@ -62,7 +61,7 @@ def run(
     passes = []
     model.register_forward_pre_hook(lambda *args: passes.append(1))
     taus = {way: [] for way in WAYS}
-    _, rows = load_prompts(str(Path(__file__).with_name("demo_prompts.jsonl")), 12, None)
+    _, rows = load_prompts(str(DEMO_PROMPTS), 12, None)
     for row in rows:
         inputs = tokenizer.apply_chat_template(
             row["messages"], add_generation_prompt=True, return_dict=True, return_tensors="pt"

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ..statistics_dflash import Speculation
+from .bench import complete_lines
 
 METHODS = ("plain", "ours")  # of what `--methods` names; transformers' and z-lab's loops take one row
 
@@ -59,14 +60,32 @@ def measure_rows(output: Path, bench, methods: list[str], sets: list, counts: li
 def batch_inputs(bench, prompts: list[dict]) -> dict:
     """Left-padded ids and mask of the first turns."""
     encoded = [bench.inputs(row["messages"][:1])["input_ids"][0].tolist() for row in prompts]
-    width = max(map(len, encoded))
-    ends = bench.target.generation_config.eos_token_id
-    pad = next(
-        i for i in (bench.tokenizer.pad_token_id, *(ends if isinstance(ends, list) else [ends]), 0) if i is not None
-    )
-    ids = torch.tensor([[pad] * (width - len(row)) + row for row in encoded], device=bench.target.device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in encoded], device=bench.target.device)
+    return left_padded(encoded, pad_token(bench.target, bench.tokenizer), bench.target.device)
+
+
+def left_padded(rows: list[list[int]], pad: int, device) -> dict:
+    """What `generate` takes for rows of different lengths: ids and mask (rows, longest), and the padding token."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
     return {"input_ids": ids, "attention_mask": mask, "pad_token_id": pad}
+
+
+def end_tokens(target) -> set[int]:
+    """The tokens that end a text of `target`."""
+    ends = target.generation_config.eos_token_id
+    return set(ends if isinstance(ends, list) else [ends]) - {None}
+
+
+def pad_token(target, tokenizer) -> int:
+    """The tokenizer's padding token, else an end token, which nothing is generated after."""
+    return next(i for i in (tokenizer.pad_token_id, *sorted(end_tokens(target)), 0) if i is not None)
+
+
+def cut_at_end(ids: list[int], ends: set[int]) -> list[int]:
+    """Up to the first end token and with it; what follows in a batch is padding."""
+    end = next((i for i, token in enumerate(ids) if token in ends), len(ids) - 1)
+    return ids[: end + 1]
 
 
 def run(
@@ -83,12 +102,8 @@ def run(
     start = _now(bench.target.device)
     output = bench.target.generate(**inputs, **settings, **arguments)
     seconds = _now(bench.target.device) - start
-    ends = bench.target.generation_config.eos_token_id
-    ends = set(ends if isinstance(ends, list) else [ends])
-    texts = []
-    for ids in output[:, inputs["input_ids"].shape[1] :].tolist():
-        end = next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))
-        texts.append(ids[:end])
+    ends = end_tokens(bench.target)
+    texts = [cut_at_end(ids, ends) for ids in output[:, inputs["input_ids"].shape[1] :].tolist()]
     return texts, seconds, bench.drafter.last_speculation if arguments else None
 
 
@@ -100,13 +115,7 @@ def _now(device: torch.device) -> float:
 
 def read_rows(folder: Path) -> list[dict]:
     """All complete lines."""
-    path, records = folder / "rows.jsonl", []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return records
+    return complete_lines(folder / "rows.jsonl")
 
 
 def summarise_rows(folder: Path) -> list[dict]:

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq
 
 from ..convert.folders import new_folder
 from ..demo.smollm2 import smollm2
-from ..training.commands import prompt_source
 from ..training.options import TrainOptions
 from ..training.train import load_rows
+from .prompts import prompt_source
 
 
 def in_style(text: str) -> str:

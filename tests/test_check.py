@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import tiny_drafter, tiny_target
 from dflash_hub import DFlashDraftModel
+from dflash_hub.training import blocks
 from dflash_hub.training import check as checks
 from dflash_hub.training.answers import encode
 from dflash_hub.training.check import check
@@ -116,12 +117,12 @@ def test_a_broken_implementation_is_found(target, tokenizer, messages, trained, 
         taken = checks.tapped
         monkeypatch.setattr(checks, "tapped", lambda *args: taken(*args)[::-1])
     elif fault == "layouts":
-        shifted = checks.block_positions
+        shifted = blocks.block_positions
         monkeypatch.setattr(
-            checks, "block_positions", lambda *a: shifted(*a) + (torch.arange(shifted(*a).shape[1]) > 20)
+            blocks, "block_positions", lambda *a: shifted(*a) + (torch.arange(shifted(*a).shape[1]) > 20)
         )
     else:
-        masks = checks.layer_masks
+        masks = blocks.layer_masks
         seen = fault == "leak ahead"
 
         def broken(config, rows, *args):
@@ -130,7 +131,7 @@ def test_a_broken_implementation_is_found(target, tokenizer, messages, trained, 
                 mask[..., : rows.input_ids.shape[1]] = seen
             return found
 
-        monkeypatch.setattr(checks, "layer_masks", broken)
+        monkeypatch.setattr(blocks, "layer_masks", broken)
     findings = by_name(check(drafter, target, tokenizer, messages, None, None, 24))
     assert findings[fault.split()[0]].ok is False
 
@@ -221,6 +222,7 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
         (["--answers", "a.jsonl", "--gamma", "4"], "dpace has weights of its own"),
         (["--answers", "a.jsonl", "--eval-prompts", "0", "--patience", "2"], "--patience needs evaluations"),
         (["--answers", "a.jsonl", "--pack-length", "5"], "longer than --pack-length 5"),
+        (["--answers", "a.jsonl", "--yarn", "2"], "--yarn stretches the RoPE of a trained drafter"),
     ],
 )
 def test_bad_options_are_named(tmp_path, monkeypatch, arguments, sentence):

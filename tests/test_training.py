@@ -14,6 +14,7 @@ from dflash_hub.training.blocks import (
     block_ids,
     block_labels,
     block_positions,
+    denoise,
     draw_anchors,
     layer_masks,
 )
@@ -23,6 +24,7 @@ from dflash_hub.training.data import (
     document_key,
     pack,
     placed,
+    row_context,
     rows_of,
     split_held_out,
     usable_rows,
@@ -153,17 +155,9 @@ def test_attention_backends_agree_on_packed_rows(backend):
 
 def train_layout(target, drafter, batch, anchors):
     rows, config = rows_of(batch), drafter.config
-    valid = torch.ones_like(anchors, dtype=torch.bool)
-    features = tapped_features(target, batch["document_input_ids"], batch["document_mask"], config.target_layer_ids)
-    context = placed(features[batch["document_mask"].bool()], batch)
-    noise = raw_embeddings(
-        target.get_input_embeddings(), block_ids(rows, anchors, config.block_size, config.mask_token_id)
-    )
-    masks = layer_masks(config, rows, anchors, valid, "sdpa")
-    hidden = drafter(
-        noise, context, attention_mask=masks, position_ids=block_positions(rows, anchors, config.block_size)
-    ).last_hidden_state
-    return drafter.draft_logits(hidden, target.get_output_embeddings()).unflatten(1, (-1, config.block_size))
+    context = row_context(target, batch, config.target_layer_ids)
+    hidden = denoise(drafter, config, target, rows, context, anchors, torch.ones_like(anchors, dtype=torch.bool))
+    return drafter.draft_logits(hidden, target.get_output_embeddings())
 
 
 @pytest.mark.parametrize("kind", ["full", "causal", "sliding", "mixed"])

@@ -8,13 +8,14 @@ import dataclasses
 import json
 from pathlib import Path
 
+from ..benchmark.bench import complete_lines
 from ..convert.card import RECORD, write_card
 from ..convert.folders import new_folder
 from ..hub_dflash import write_text
 from ..modeling_dflash import DFlashDraftModel
 from .check import read_record
 from .options import TrainOptions
-from .train import read_log, train
+from .train import train
 
 
 def align(options: TrainOptions, output: Path, command: str) -> str:
@@ -49,7 +50,7 @@ def align(options: TrainOptions, output: Path, command: str) -> str:
 
 def first_evaluation(log: Path) -> dict:
     """The evaluation before the first step."""
-    for entry in read_log(log):
+    for entry in complete_lines(log):
         if entry["step"] == 0 and "eval_acceptance_length" in entry:
             return {name.removeprefix("eval_"): value for name, value in entry.items() if name.startswith("eval_")}
     raise ValueError(f"{log} holds no evaluation before the first step; delete the run and start again.")

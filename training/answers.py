@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..benchmark.rows import cut_at_end, end_tokens, left_padded, pad_token
 from ..benchmark.server import Server
 from ..hub_dflash import write_text
 from .identity import template_fingerprint
@@ -35,26 +36,15 @@ class LocalTarget:
         self.target = target
         self.batch_size = batch_size
         self.settings = {"max_new_tokens": max_new_tokens, **sampling}
-        ends = target.generation_config.eos_token_id
-        self.ends = set(ends if isinstance(ends, list) else [ends]) - {None}
-        self.pad_id = next(i for i in (tokenizer.pad_token_id, *sorted(self.ends), 0) if i is not None)
+        self.ends, self.pad = end_tokens(target), pad_token(target, tokenizer)
 
     @torch.no_grad()
     def answer(self, prompts: list[list[int]], seed: int) -> list[list[int] | Exception]:
         """Answer ids of each prompt, the end token included where the target wrote one."""
-        width = max(len(ids) for ids in prompts)
-        input_ids = torch.tensor([[self.pad_id] * (width - len(ids)) + ids for ids in prompts])
-        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
-        device = self.target.device
+        inputs = left_padded(prompts, self.pad, self.target.device)
         torch.manual_seed(seed)
-        output = self.target.generate(
-            input_ids=input_ids.to(device), attention_mask=mask.to(device), pad_token_id=self.pad_id, **self.settings
-        )
-        return [self._cut(row) for row in output[:, width:].tolist()]
-
-    def _cut(self, ids: list[int]) -> list[int]:
-        end = next((i for i, token in enumerate(ids) if token in self.ends), len(ids) - 1)
-        return ids[: end + 1]
+        output = self.target.generate(**inputs, **self.settings)
+        return [cut_at_end(row, self.ends) for row in output[:, inputs["input_ids"].shape[1] :].tolist()]
 
 
 class RemoteTarget:

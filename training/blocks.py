@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from ..target_dflash import raw_embeddings
+
 PADDING = -1  # document id of padding
 
 
@@ -140,6 +142,24 @@ class Visibility:
             return self(b, h, q, kv)
 
         return create(rule, batch, None, queries, self.length + queries, device=self.anchors.device)
+
+
+def denoise(model, config, target, rows: Rows, context, anchors, valid, create=create_block_mask) -> torch.Tensor:
+    """Hidden states (B, N, K, H) of the blocks at `anchors`, all in one pass of the drafter.
+
+    Args:
+        model: the drafter, or what wraps it for several processes; `config` is the drafter's.
+        context: (B, S, T * H) features of the rows.
+        create: makes block masks, for flex attention; it may be compiled.
+    """
+    ids = block_ids(rows, anchors, config.block_size, config.mask_token_id)
+    hidden = model(
+        raw_embeddings(target.get_input_embeddings(), ids),
+        context,
+        attention_mask=layer_masks(config, rows, anchors, valid, config._attn_implementation, create),
+        position_ids=block_positions(rows, anchors, config.block_size),
+    ).last_hidden_state
+    return hidden.unflatten(1, (-1, config.block_size))
 
 
 def layer_masks(config, rows: Rows, anchors, valid, backend: str, create=create_block_mask) -> list:

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from transformers.utils import cached_file
 
+from ..benchmark.rows import end_tokens
 from ..candidates_dflash import DFlashCandidateGenerator
 from ..convert.card import RECORD
-from ..target_dflash import check_pair, raw_embeddings, tap_request, tapped
+from ..target_dflash import check_pair, tap_request, tapped
 from .answers import encode
-from .blocks import block_ids, block_positions, layer_masks
-from .data import Collator, placed, rows_of
+from .blocks import denoise
+from .data import row_context, rows_of, single_row
 from .evaluation import generate, right_drafts
-from .features import tapped_features
 from .identity import identify, same_target, template_fingerprint
 
 FLOOR = 1.3  # mean acceptance length below which drafting hardly pays on any device
@@ -117,24 +117,15 @@ def taps_are_layer_outputs(drafter, target, ids: list[int]) -> Finding:
 def layouts_agree(drafter, target, row: dict) -> list[Finding]:
     """Training's layout (many blocks beside the whole text) and generation's give the same logits, and no block sees ahead."""
     config, head = drafter.config, target.get_output_embeddings()
-    batch = {name: t.to(target.device) for name, t in Collator()([{"documents": [row]}]).items()}
+    batch = single_row(row, target.device)
     rows, length = rows_of(batch), batch["input_ids"].shape[1]
     anchor = len(row["prompt_ids"]) + (len(row["answer_ids"]) - 1) // 2
     anchors = torch.tensor([[len(row["prompt_ids"]), anchor]], device=target.device).unique(dim=1)
     valid = torch.ones_like(anchors, dtype=torch.bool)
-    mask = batch["document_mask"]
-    context = placed(
-        tapped_features(target, batch["document_input_ids"], mask, config.target_layer_ids)[mask.bool()], batch
-    )
-    ids = block_ids(rows, anchors, config.block_size, config.mask_token_id)
-    noise = raw_embeddings(target.get_input_embeddings(), ids).to(drafter.device)
+    context = row_context(target, batch, config.target_layer_ids)
 
     def blocks(features):
-        hidden = drafter(
-            noise, features.to(drafter.device), attention_mask=layer_masks(config, rows, anchors, valid, "sdpa"),
-            position_ids=block_positions(rows, anchors, config.block_size),
-        ).last_hidden_state  # fmt: skip
-        return hidden.unflatten(1, (-1, config.block_size))[0]  # (blocks, K, H)
+        return denoise(drafter, config, target, rows, features, anchors, valid)[0]  # (blocks, K, H)
 
     trained = blocks(context)
     candidates = DFlashCandidateGenerator(drafter, target, config.block_size - 1)
@@ -197,8 +188,7 @@ def settings_fit(drafter, target, tokenizer, thinking: bool | None, record: dict
         findings.append(
             Finding("RoPE", True if same else None, detail + ("" if same else " (drafters may have their own)"))
         )
-    ends = target.generation_config.eos_token_id
-    taken = {*(ends if isinstance(ends, list) else [ends]), tokenizer.pad_token_id, tokenizer.bos_token_id}
+    taken = end_tokens(target) | {tokenizer.pad_token_id, tokenizer.bos_token_id}
     detail = f"{config.mask_token_id} ({tokenizer.convert_ids_to_tokens(config.mask_token_id)!r})"
     findings.append(Finding("mask token", config.mask_token_id not in taken, detail))
     return findings
@@ -251,8 +241,7 @@ def first_right(drafter, target, rows: list[dict], layer_ids: list[int]) -> floa
     counts = []
     for row in rows:
         if len(row["answer_ids"]) > 1:
-            batch = {name: t.to(target.device) for name, t in Collator()([{"documents": [row]}]).items()}
-            counts += right_drafts(target, drafter, batch, 64, layer_ids)
+            counts += right_drafts(target, drafter, single_row(row, target.device), 64, layer_ids)
     return statistics.mean(count > 0 for count in counts) if counts else 0.0
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from ..benchmark.prompts import prompt_source, read_prompts
 from .options import TrainOptions
 
 DEFAULT = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
@@ -16,8 +17,9 @@ DEFAULT = {field.name: field.default for field in dataclasses.fields(TrainOption
 RECORDED = ("data", "weights")  # of `run.yaml`, and no options
 
 
-def typed_command() -> str:
-    return " ".join(["dflash-hub", *sys.argv[1:]])
+def typed_command(program: str = "dflash-hub") -> str:
+    """What was typed, as it stands beside a number."""
+    return " ".join([program, *sys.argv[1:]])
 
 
 def from_file(context: typer.Context, path: Path | None) -> Path | None:
@@ -73,7 +75,6 @@ def regenerate(
 
     from transformers import AutoTokenizer
 
-    from ..benchmark.prompts import read_prompts
     from ..benchmark.server import Server
     from ..demo.smollm2 import smollm2
     from . import answers
@@ -231,7 +232,6 @@ def check(
     """Is this drafter right for this target, and if it accepts little, why? Exit code 1 where something is wrong."""
     import torch
 
-    from ..benchmark.prompts import read_prompts
     from ..demo.smollm2 import smollm2
     from ..modeling_dflash import DFlashDraftModel
     from .check import check as run
@@ -242,7 +242,7 @@ def check(
     model = DFlashDraftModel.from_pretrained(
         drafter, dtype=getattr(torch, dtype), device_map={"": loaded.device}
     ).eval()
-    rows = [row for source in prompts or [DEMO] for row in read_prompts(prompt_source(source))][:count]
+    rows = [row for source in prompts or ["demo"] for row in read_prompts(prompt_source(source))][:count]
     messages = [row["messages"] for row in rows]
     findings = run(model, loaded, tokenizer, messages, thinking, read_record(drafter), max_new_tokens)
     for finding in findings:
@@ -304,11 +304,3 @@ def align(
         f"wrote {output}/drafter and {output}/report.md\n"
         f"next: dflash-hub bench --target {target} --drafter {output}/drafter --output bench-run"
     )
-
-
-DEMO = "demo"
-
-
-def prompt_source(name: str) -> str:
-    """`demo` is a file of ours; anything else stands for itself."""
-    return str(Path(__file__).parent.parent / "benchmark" / "demo_prompts.jsonl") if name == DEMO else name

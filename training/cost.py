@@ -17,7 +17,7 @@ from typing import Annotated
 import torch
 import typer
 
-from ..benchmark.bench import commit, device_name, peak_bytes
+from ..benchmark.bench import origin, peak_bytes
 from ..convert.init import init_drafter
 from ..demo.smollm2 import smollm2
 from ..modeling_dflash import DFlashDraftModel
@@ -105,7 +105,7 @@ def main(
             f"| {anchors} | {c['block_size']} | {c['length']} | {c['layers']} | {'on' if c['gradient_checkpointing'] else 'off'} | "
             f"{found['seconds']:.2f} | {anchors / found['seconds']:.0f} | {found['peak'] / 2**30:.2f} GiB | {found['models'] / 2**30:.2f} GiB |"
         )
-    typer.echo(f"\n`{typed_command()}`, commit {commit()}, {device_name()}, torch {torch.__version__}")
+    typer.echo("\n" + origin(typed_command("python -m dflash_hub.training.cost")))
 
 
 if __name__ == "__main__":

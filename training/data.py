@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 from .blocks import PADDING, Rows
-from .features import FeatureCache, pad_documents
+from .features import FeatureCache, pad_documents, tapped_features
 
 
 def document_key(row: dict) -> str:
@@ -140,6 +140,17 @@ class Collator:
 
 def rows_of(batch: dict) -> Rows:
     return Rows(batch["input_ids"], batch["document_ids"], batch["answer_mask"], batch["position_ids"])
+
+
+def row_context(target, batch: dict, layer_ids: list[int]) -> torch.Tensor:
+    """(B, S, T * H) features of a batch's rows, made now."""
+    features = tapped_features(target, batch["document_input_ids"], batch["document_mask"], layer_ids)
+    return placed(features[batch["document_mask"].bool()], batch)
+
+
+def single_row(row: dict, device) -> dict[str, torch.Tensor]:
+    """The batch of one answer."""
+    return {name: tensor.to(device) for name, tensor in Collator()([{"documents": [row]}]).items()}
 
 
 def placed(features: torch.Tensor, batch: dict) -> torch.Tensor:

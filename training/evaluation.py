@@ -12,16 +12,11 @@ import statistics
 
 import torch
 
+from ..benchmark.rows import end_tokens
 from ..statistics_dflash import Speculation
-from ..target_dflash import embedding_rows, raw_embeddings
-from .blocks import block_ids, block_labels, block_positions, layer_masks
-from .data import Collator, placed, rows_of
-from .features import tapped_features
-
-
-def end_tokens(target) -> set[int]:
-    ends = target.generation_config.eos_token_id
-    return set(ends if isinstance(ends, list) else [ends]) - {None}
+from ..target_dflash import embedding_rows
+from .blocks import block_labels, denoise
+from .data import row_context, rows_of, single_row
 
 
 @torch.no_grad()
@@ -35,7 +30,7 @@ def replay(target, drafter, rows: list[dict], blocks_at_once: int = 64) -> tuple
     slots, ends = drafter.config.block_size - 1, end_tokens(target)
     replayed, forced, first = Speculation([], [], []), [], []
     for row in rows:
-        batch = {name: t.to(target.device) for name, t in Collator()([{"documents": [row]}]).items()}
+        batch = single_row(row, target.device)
         right = right_drafts(target, drafter, batch, blocks_at_once)
         ended, last = row["answer_ids"][-1] in ends, len(row["answer_ids"]) - 1
         rounds, anchor = [], 0
@@ -58,24 +53,15 @@ def right_drafts(target, drafter, batch: dict, blocks_at_once: int, layer_ids: l
 
     `layer_ids`: other taps than the drafter's, to see what they would give.
     """
-    rows = rows_of(batch)
-    config = drafter.config
-    layer_ids = layer_ids or config.target_layer_ids
-    features = tapped_features(target, batch["document_input_ids"], batch["document_mask"], layer_ids)
-    context = placed(features[batch["document_mask"].bool()], batch)
-    head, embedding = target.get_output_embeddings(), target.get_input_embeddings()
+    rows, config = rows_of(batch), drafter.config
+    context = row_context(target, batch, layer_ids or config.target_layer_ids)
+    head = target.get_output_embeddings()
     possible = (rows.answer_mask[0, :-1] & rows.answer_mask[0, 1:]).nonzero()[:, 0]
     counts = []
     for anchors in possible.split(blocks_at_once):
         anchors = anchors[None]
         valid = torch.ones_like(anchors, dtype=torch.bool)
-        hidden = drafter(
-            raw_embeddings(embedding, block_ids(rows, anchors, config.block_size, config.mask_token_id)),
-            context,
-            attention_mask=layer_masks(config, rows, anchors, valid, "sdpa"),
-            position_ids=block_positions(rows, anchors, config.block_size),
-        ).last_hidden_state
-        hidden = hidden.unflatten(1, (-1, config.block_size))[0, :, 1:]  # (N, K - 1, H)
+        hidden = denoise(drafter, config, target, rows, context, anchors, valid)[0, :, 1:]  # (N, K - 1, H)
         logits = drafter.draft_logits(hidden.to(target.dtype), head)
         drafts = logits[..., : embedding_rows(target)].argmax(-1)  # a padded head has rows that are no tokens
         labels, supervised = block_labels(rows, anchors, valid, config.block_size)

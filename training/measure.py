@@ -13,7 +13,7 @@ from typing import Annotated
 import torch
 import typer
 
-from ..benchmark.bench import commit, device_name
+from ..benchmark.bench import origin
 from ..benchmark.report import bootstrap, interval, table
 from ..demo.smollm2 import smollm2
 from ..modeling_dflash import DFlashDraftModel
@@ -45,7 +45,7 @@ def main(
         lines.append([folder.name, len(rows), interval(tau), f"{first:.2f}", slots])
     head = ["set", "answers", "tau", "first slot right, all anchors", "slots 1 to k accepted"]
     typer.echo(table(head, [*lines, ["mean", "", f"{sum(taus) / len(taus):.2f}", "", ""]]))
-    typer.echo(f"\n`{typed_command()}`, commit {commit()}, {device_name()}, torch {torch.__version__}, {dtype}")
+    typer.echo("\n" + origin(typed_command("python -m dflash_hub.training.measure")) + f", {dtype}")
 
 
 def tau_of(answers: list[list[int]]) -> float:

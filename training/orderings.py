@@ -19,14 +19,16 @@ from typing import Annotated
 import torch
 import typer
 
-from ..benchmark.bench import commit, device_name
+from ..benchmark.bench import origin
+from ..benchmark.prompts import prompt_source
 from ..convert.init import init_drafter
 from ..demo.smollm2 import smollm2
 from ..hub_dflash import write_text
 from ..modeling_dflash import DFlashDraftModel
-from .commands import prompt_source, typed_command
+from .commands import typed_command
 from .data import Collator, PackedRows, split_held_out, usable_rows
 from .evaluation import replay
+from .identity import identify
 from .losses import BlockLoss, ReducedHead, default_gamma
 from .options import TrainOptions
 from .train import fill_cache, load_rows, load_target, training_arguments
@@ -98,9 +100,7 @@ def run_variant(variant: Variant, base: TrainOptions, target, tokenizer, trainin
         gamma = default_gamma(options.block_size) if options.gamma is None else (options.gamma or None)
         loss = BlockLoss(options.loss, gamma)
         name = "-".join(map(str, drafter.config.target_layer_ids)) + "-last" * loss.needs_teacher
-        cache = fill_cache(
-            dataclasses.replace(options, features=f"{base.features}-{name}"), target, drafter, loss, training
-        )
+        cache = fill_cache(f"{base.features}-{name}", identify(target), target, drafter, loss, training)
         used = torch.tensor(sorted({token for row in training for token in row["answer_ids"]}))
         reduced = (
             ReducedHead(target.get_output_embeddings(), used, options.negatives)
@@ -187,8 +187,8 @@ def main(
         results.append(run_variant(variant, base, target, tokenizer, training, measured, seconds))
         write_text(path, json.dumps(results, indent=1) + "\n")
         print(results[-1], flush=True)
-    origin = f"\n`{typed_command()}`, commit {commit()}, {device_name()}, torch {torch.__version__}\n"
-    write_text(output / "table.md", table(results) + origin)
+    below = "\n" + origin(typed_command("python -m dflash_hub.training.orderings")) + "\n"
+    write_text(output / "table.md", table(results) + below)
     print(table(results))
 
 

@@ -5,26 +5,21 @@ A run's folder holds `run.yaml` (every option as resolved), `start/` (the untrai
 """
 
 import dataclasses
-import hashlib
 import json
 import math
-import platform
 import random
-import time
-from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 
 import accelerate
 import torch
-import transformers
 import yaml
 from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
-from ..benchmark.bench import commit, device_name
+from ..benchmark.bench import complete_lines, environment
 from ..benchmark.prompts import read_prompts
 from ..configuration_dflash import FULL, SLIDING, DFlashConfig
 from ..convert.card import RECORD, write_card
@@ -35,7 +30,7 @@ from ..modeling_dflash import DFlashDraftModel
 from ..target_dflash import check_pair
 from .answers import read_answers
 from .data import Collator, PackedRows, document_key, split_held_out, usable_rows
-from .features import FeatureCache, check_teacher, tapped_features
+from .features import FeatureCache, check_teacher, checksum, feature_layers, tapped_features
 from .identity import identify, same_target, template_fingerprint
 from .losses import BlockLoss, ReducedHead, default_gamma
 from .options import TrainOptions
@@ -50,10 +45,10 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
     """
     if find_spec("matplotlib") is None:  # better now than after hours
         raise ValueError("the curves of a run need matplotlib: pip install 'dflash-hub[train]'.")
-    started = time.monotonic()
     output, state = Path(options.output), accelerate.PartialState()
     target, tokenizer = load_target(options.target, options.dtype)
-    rows, files, greedy = load_rows(options.answers, options, tokenizer, identify(target))
+    identity = identify(target)
+    rows, files, greedy = load_rows(options.answers, options, tokenizer, identity)
     rows, dropped = usable_rows(rows, options.max_length)
     training, held_out = split_held_out(rows, options.held_out, options.seed)
     if options.rehearsal:
@@ -85,13 +80,11 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
 
     if state.is_main_process:
         data = [file["sha256"] for file in files]
-        _open_run(
-            output, options, resume, attention=attention, gamma=gamma, data=data, weights=identify(target)["weights"]
-        )
+        _open_run(output, options, resume, attention=attention, gamma=gamma, data=data, weights=identity["weights"])
     with state.main_process_first():  # which writes a fresh drafter, and the features
         drafter = starting_drafter(options, output)
         check_pair(drafter, target)
-        cache = fill_cache(options, target, drafter, loss, training) if options.features else None
+        cache = fill_cache(options.features, identity, target, drafter, loss, training) if options.features else None
     drafter.set_attn_implementation(attention)
     if options.gradient_checkpointing:
         checkpoint_activations(drafter)
@@ -130,7 +123,7 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
             "data": {
                 "files": files,
                 "target": drafter.config.target_name_or_path,
-                "identity": identify(target),
+                "identity": identity,
                 "thinking": options.thinking,
                 "chat_template_sha256": template_fingerprint(tokenizer),
                 "rows": len(training),
@@ -147,8 +140,7 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
             "environment": environment(),
             "result": {
                 "steps": trainer.state.global_step, "best_step": best_step, "epochs": trainer.state.epoch,
-                "seconds": round(spent_before(output) + time.monotonic() - started),
-                "anchors": next((e["anchors"] for e in reversed(trainer.state.log_history) if "anchors" in e), 0),
+                "seconds": round(trainer.total("seconds")), "anchors": trainer.total("anchors"),
                 "evaluation": {
                     "prompts": len(trainer.eval_rows), "max_new_tokens": options.eval_new_tokens,
                     "acceptance_by_slot": [v for name, v in figures.items() if name.startswith("acceptance_slot_")],
@@ -205,9 +197,8 @@ def load_rows(
                     "drafter learns its target's own words: make the answers again, or pass these as --rehearsal."
                 )
         found = read_answers(path, prompts or None, tokenizer, options.thinking)
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
         tokens = sum(len(row["answer_ids"]) for row in found)
-        files.append({"name": path.name, "rows": len(found), "answer_tokens": tokens, "sha256": digest})
+        files.append({"name": path.name, "rows": len(found), "answer_tokens": tokens, "sha256": checksum(path)})
         for row in found:
             first = rows.setdefault((row["id"], row["turn"]), row)
             if first["prompt_ids"] != row["prompt_ids"]:
@@ -218,7 +209,10 @@ def load_rows(
 def planned_config(options: TrainOptions) -> DFlashConfig:
     """The config that the drafter will have, nothing written yet."""
     if options.drafter is not None:
-        return DFlashConfig.from_pretrained(options.drafter)
+        config = DFlashConfig.from_pretrained(options.drafter)
+        return DFlashConfig.from_pretrained(options.drafter, **long_context(config, options.window, options.yarn))
+    if options.yarn is not None:
+        raise ValueError("--yarn stretches the RoPE of a trained drafter: pass it with --drafter.")
     return init_drafter(
         options.target, None, options.layers, options.block_size, options.taps, options.window, options.mask_token,
         options.from_target_layers, seed=options.seed,
@@ -231,10 +225,7 @@ def starting_drafter(options: TrainOptions, output: Path) -> DFlashDraftModel:
     In float32: half-precision weights cannot take small steps.
     """
     if options.drafter is not None:
-        changes = long_context(DFlashConfig.from_pretrained(options.drafter), options.window, options.yarn)
-        return DFlashDraftModel.from_pretrained(options.drafter, dtype=torch.float32, **changes)
-    if options.yarn is not None:
-        raise ValueError("--yarn stretches the RoPE of a trained drafter: pass it with --drafter.")
+        return DFlashDraftModel.from_pretrained(options.drafter, dtype=torch.float32, config=planned_config(options))
     start = output / "start"
     if not start.exists():
         init_drafter(
@@ -266,11 +257,10 @@ def long_context(config: DFlashConfig, window: int | None, yarn: float | None) -
     return changes
 
 
-def fill_cache(options: TrainOptions, target, drafter, loss: BlockLoss, rows: list[dict]) -> FeatureCache:
-    layer_ids = list(drafter.config.target_layer_ids)
-    if loss.needs_teacher:
-        layer_ids.append(target.config.get_text_config(decoder=True).num_hidden_layers - 1)
-    cache = FeatureCache(Path(options.features), identify(target), layer_ids)
+def fill_cache(folder: str, identity: dict, target, drafter, loss: BlockLoss, rows: list[dict]) -> FeatureCache:
+    """The features of all rows, in `folder`; what it lacks is computed."""
+    layer_ids = feature_layers(drafter, target, loss)
+    cache = FeatureCache(Path(folder), identity, layer_ids)
     cache.verify()
 
     def compute(ids, mask):
@@ -350,22 +340,6 @@ class LogFile(TrainerCallback):
                 file.write(json.dumps({"step": state.global_step} | logs) + "\n")
 
 
-def read_log(path: Path) -> list[dict]:
-    """All complete lines."""
-    entries = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            entries.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return entries
-
-
-def spent_before(output: Path) -> float:
-    """Seconds of training that earlier parts of a resumed run logged."""
-    return sum(entry.get("train_runtime", 0.0) for entry in read_log(output / "log.jsonl")[:-1])
-
-
 def draw_curves(log: Path, picture: Path):
     """Loss, and acceptance lengths of training, replay and real generation, over steps."""
     import matplotlib
@@ -374,7 +348,7 @@ def draw_curves(log: Path, picture: Path):
     import matplotlib.pyplot as plt
 
     entries: dict[int, dict] = {}
-    for entry in read_log(log):
+    for entry in complete_lines(log):
         entries.setdefault(entry["step"], {}).update(entry)  # a resumed run writes some steps again
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
 
@@ -420,10 +394,3 @@ def show_sample(row: dict, tokenizer):
     text.append(repr(tokenizer.decode(row["prompt_ids"][-24:]))[1:-1], style="dim")
     text.append(repr(tokenizer.decode(row["answer_ids"][:24]))[1:-1], style="bold green")
     Console().print(text)
-
-
-def environment() -> dict:
-    return {
-        "commit": commit(), "date": datetime.now(UTC).isoformat(timespec="minutes"), "device": device_name(),
-        "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-    }  # fmt: skip

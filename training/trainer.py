@@ -1,6 +1,7 @@
 """The step of training, on transformers' `Trainer`: target features, blocks at random anchors, loss. Only the drafter learns."""
 
 import statistics
+import time
 
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
@@ -9,11 +10,10 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from ..modeling_dflash import DFlashDraftModel
-from ..target_dflash import raw_embeddings
-from .blocks import block_ids, block_labels, block_positions, draw_anchors, layer_masks
+from .blocks import block_labels, denoise, draw_anchors
 from .data import Collator, PackedRows, placed, rows_of
 from .evaluation import generate, replay
-from .features import tapped_features
+from .features import feature_layers, tapped_features
 from .losses import BlockLoss, ReducedHead, chunked_sum
 
 # Slots whose logits exist at one time: on a vocabulary of 150 thousand, 1.2 GB in float32.
@@ -86,12 +86,10 @@ class DFlashTrainer(Trainer):
         self.create_mask = (
             torch.compile(create_block_mask) if self.flex and args.device.type == "cuda" else create_block_mask
         )
-        self.layer_ids = list(drafter.config.target_layer_ids)
-        self.last_layer = target.config.get_text_config(decoder=True).num_hidden_layers - 1
-        if loss.needs_teacher:
-            self.layer_ids.append(self.last_layer)
+        self.layer_ids = feature_layers(drafter, target, loss)
         self._micro_step = (0, -1)  # optimizer step, batch in it
         self._anchors: torch.Tensor | int = 0  # of this process since the last log
+        self._last_log = time.monotonic()
         self._logged: dict[str, list[torch.Tensor]] = {}
 
     def _get_train_sampler(self, train_dataset=None):
@@ -125,15 +123,8 @@ class DFlashTrainer(Trainer):
         anchors, valid = self.draw(rows, generator)  # (B, N)
         self._anchors = self._anchors + valid.sum()
         labels, supervised = block_labels(rows, anchors, valid, config.block_size)  # (B, N, K - 1)
-        hidden = model(
-            raw_embeddings(
-                self.target.get_input_embeddings(), block_ids(rows, anchors, config.block_size, config.mask_token_id)
-            ),
-            context,
-            attention_mask=layer_masks(config, rows, anchors, valid, config._attn_implementation, self.create_mask),
-            position_ids=block_positions(rows, anchors, config.block_size),
-        ).last_hidden_state
-        hidden = hidden.unflatten(1, (-1, config.block_size))[:, :, 1:]  # (B, N, K - 1, H)
+        hidden = denoise(model, config, self.target, rows, context, anchors, valid, self.create_mask)
+        hidden = hidden[:, :, 1:]  # (B, N, K - 1, H)
 
         teacher = None
         if self.block_loss.needs_teacher:
@@ -181,10 +172,16 @@ class DFlashTrainer(Trainer):
         if "loss" in logs:
             logs |= {name: round(float(torch.stack(values).mean()), 4) for name, values in self._logged.items()}
             self._logged.clear()
-            before = next((e["anchors"] for e in reversed(self.state.log_history) if "anchors" in e), 0)
-            seen = torch.as_tensor(self._anchors, device=self.args.device).sum()
-            logs["anchors"], self._anchors = before + int(self.accelerator.reduce(seen, "sum")), 0
+            # Totals go on in a resumed run, from what its checkpoint's log says.
+            seen, now = torch.as_tensor(self._anchors, device=self.args.device).sum(), time.monotonic()
+            logs["anchors"] = self.total("anchors") + int(self.accelerator.reduce(seen, "sum"))
+            logs["seconds"] = round(self.total("seconds") + now - self._last_log, 1)
+            self._anchors, self._last_log = 0, now
         super().log(logs, *args, **kwargs)
+
+    def total(self, name: str) -> float:
+        """The newest logged total: `anchors`, or `seconds` of training and evaluation."""
+        return next((entry[name] for entry in reversed(self.state.log_history) if name in entry), 0)
 
     def evaluate(self, *args, metric_key_prefix: str = "eval", **kwargs) -> dict[str, float]:
         """Acceptance on held-out prompts, by real generation, replayed and teacher-forced (see `evaluation`).
@@ -193,9 +190,8 @@ class DFlashTrainer(Trainer):
         """
         drafter = self.accelerator.unwrap_model(self.model).eval()
         attention = drafter.config._attn_implementation
-        drafter.set_attn_implementation(
-            "sdpa"
-        )  # lengths differ from text to text, for which flex attention compiles anew
+        # Lengths differ from text to text, for which flex attention would compile anew.
+        drafter.set_attn_implementation("sdpa")
         metrics = evaluate(
             self.target, drafter, self._share(self.eval_rows), self._share(self.held_out) if self.greedy_answers else [],
             self.eval_new_tokens, self.accelerator,
