@@ -13,6 +13,7 @@ from dflash_hub.training import blocks
 from dflash_hub.training import check as checks
 from dflash_hub.training.answers import encode
 from dflash_hub.training.check import check
+from dflash_hub.training.features import checksum
 from dflash_hub.training.identity import identify, template_fingerprint
 from test_answers import prompts_of
 from test_init import dflash_hub, tiny_tokenizer
@@ -179,6 +180,7 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
     assert record["recipe"]["num_anchors"] == 16 and record["recipe"]["gamma"] == 2.0
     assert record["data"]["rows"] == 18 and record["data"]["target"] == "target"
     assert record["result"]["steps"] == 120
+    assert record["result"]["weights_sha256"] == checksum(tmp_path / "run" / "drafter" / "model.safetensors")
     assert f"acceptance_length: {record['result']['evaluation']['acceptance_length']}" in done.stdout
     assert record["recipe"]["layers"] == 2 and record["recipe"]["taps"] == drafter.config.target_layer_ids
     assert "acceptance_length: " in done.stdout

@@ -145,11 +145,17 @@ def drop(folder, name):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_the_root_checkpoint_is_the_imported_fixture(fixture_folder):
+def test_the_root_checkpoint_was_trained_on_from_the_fixture_and_is_what_its_record_says(fixture_folder):
     from conftest import ROOT
+    from dflash_hub.training.features import checksum
 
     ours, theirs = load_file(ROOT / "model.safetensors"), load_file(fixture_folder / "model.safetensors")
-    assert set(ours) == set(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert set(ours) == set(theirs)
+    for name in ours:
+        assert (ours[name].shape, ours[name].dtype) == (theirs[name].shape, theirs[name].dtype)
+    assert not torch.equal(ours["fc.weight"], theirs["fc.weight"])
+    record = json.loads((ROOT / "training_record.json").read_text())
+    assert record["result"]["weights_sha256"] == checksum(ROOT / "model.safetensors")
 
 
 @pytest.mark.parametrize("how", ("push_to_hub", "save_pretrained"))

@@ -150,6 +150,7 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
         }  # fmt: skip
         with new_folder(output / "drafter", force=(output / "drafter").exists()) as folder:
             drafter.save_pretrained(folder)
+            record["result"]["weights_sha256"] = checksum(folder / "model.safetensors")
             write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
             write_card(folder)
         draw_curves(output / "log.jsonl", output / "curves.png")
