@@ -47,11 +47,11 @@ class CacheRollback:
     """
 
     def __init__(self, cache: Cache, target: PreTrainedModel):
-        self.cache, self.target = cache, target
+        self.cache, self.target, self.recurrent = cache, target, None
         if type(cache).crop is not Cache.crop or type(cache).update is not Cache.update:
             self._refuse(cache)  # it keeps more than its layers, which are all that is known here
-        recurrent = any(_states_of(layer, "recurrent_states") for layer in cache.layers)
-        self.recurrent = RecurrentStates(cache, target) if recurrent else None
+        if any(_states_of(layer, "recurrent_states") for layer in cache.layers):
+            self.recurrent = RecurrentStates(cache, target)
         self.parts = [part for layer in cache.layers if (part := self._part(layer)) is not None]
         # Passes of few different lengths, where every length may be compiled.
         self.fixed_lengths = bool(cache.is_compileable)
@@ -76,6 +76,7 @@ class CacheRollback:
         return _Croppable(layer)
 
     def _refuse(self, part):
+        self.close()
         raise ValueError(
             f"the cache of {type(self.target).__name__} cannot be rolled back to the accepted tokens (a "
             f"{type(part).__name__} cannot be put back as it was), so a DFlash drafter cannot be used with it."

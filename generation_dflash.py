@@ -213,6 +213,9 @@ class Decoding:
         self.apart = False  # whether rows advance by counts of their own
         self.clock = RoundClock(candidates.drafter.device)
         self.rollback: CacheRollback | None = None
+        self.verified: tuple[int, int] | None = (
+            None  # while a pass is to be committed: its tokens, and the text's length
+        )
         if self.record.attentions is not None and self.rows > 1:
             raise ValueError(
                 f"`output_attentions` is supported for one row, got {self.rows}, together with a DFlash drafter. Call "
@@ -419,6 +422,7 @@ class Decoding:
                     f"{type(self.target).__name__} dropped its cache in the middle of a text and did not read the text again, "
                     "as older transformers do at the boundary of LongRoPE; upgrade transformers, or keep texts shorter."
                 )
+        self.verified = (count, min(self.text.lengths))
         return outputs
 
     def _pass(self, ids: torch.LongTensor, count: int):
@@ -541,7 +545,7 @@ class Decoding:
 
         Features of what was accepted wait until the drafter runs again.
         """
-        most, recurrent = max(added), self.rollback.recurrent
+        most = max(added)
         states = tapped(outputs.hidden_states, self.target, self.candidates.target_layer_ids)
         states = [layer[:, layer.shape[1] - fed :][:, :most] for layer in states]
         if self.limits.past_drafting(
@@ -553,12 +557,17 @@ class Decoding:
         if self.record.wants_states:
             self.record.add_states(outputs, fed, most, self._keys_alone())
 
-        if recurrent is not None and most < fed and not recurrent.can_rerun:
+        self._roll_back(fed, added)
+        if trim := self.inputs.commit(added):
+            self.rollback.trim(trim)
+
+    def _roll_back(self, fed: int, added: list[int]):
+        self.verified = None
+        recurrent, most = self.rollback.recurrent, max(added)
+        if recurrent is not None and 0 < most < fed and not recurrent.can_rerun:
             self._replay(fed, most)
         else:
             self.rollback.commit(fed, added)
-        if trim := self.inputs.commit(added):
-            self.rollback.trim(trim)
 
     def _replay(self, fed: int, added: int):
         """Read accepted tokens once more, from before the pass that verified them."""
@@ -579,7 +588,14 @@ class Decoding:
 
     def close(self):
         """Leave target and cache as others expect them, whatever happened."""
-        if self.rollback is not None:
+        if self.rollback is None:
+            return
+        try:
+            if self.verified is not None and not self.apart:
+                # A streamer, a criterion or a processor raised: a cache that the caller passed holds the text so far.
+                fed, length = self.verified
+                self._roll_back(fed, [min(self.text.lengths) - length] * self.rows)
+        finally:
             self.rollback.close()
 
     def result(self):
