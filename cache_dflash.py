@@ -328,9 +328,10 @@ class RecurrentStates:
                     layer.conv_states[k] = state[..., -layer.conv_kernel_size[k] :]
             for count in set(added) - {fed}:
                 rows = [r for r, a in enumerate(added) if a == count]
-                self._restore(i, layer, rows, fed, count)
+                # A slice of all rows copies nothing, and no list of indices to the device.
+                self._restore(i, layer, slice(None) if len(rows) == len(added) else rows, fed, count)
 
-    def _restore(self, i: int, layer, rows: list[int], fed: int, count: int):
+    def _restore(self, i: int, layer, rows: slice | list[int], fed: int, count: int):
         states = {name: {k: s[rows] for k, s in self.before[i][name].items()} for name in _STATES}
         if count:
             states = self._rerun(i, layer, states, rows, fed, count)
@@ -338,7 +339,7 @@ class RecurrentStates:
             for k, state in states[name].items():
                 getattr(layer, name)[k][rows] = state  # in place: the layer's tensors may be of a compiled pass
 
-    def _rerun(self, i: int, layer, states: dict, rows: list[int], fed: int, count: int) -> dict:
+    def _rerun(self, i: int, layer, states: dict, rows: slice | list[int], fed: int, count: int) -> dict:
         alone = copy.copy(layer)
         for name in ("update_conv_state", "update_recurrent_state"):
             del alone.__dict__[name]
@@ -362,7 +363,7 @@ class RecurrentStates:
             if isinstance(value, torch.Tensor) and value.ndim > 1:
                 if value.shape[1] == fed:
                     value = value[:, :count]
-                if value.shape[0] == batch and len(rows) < batch:
+                if value.shape[0] == batch:
                     value = value[rows]
             return value
 
