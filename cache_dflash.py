@@ -47,11 +47,11 @@ class CacheRollback:
     """
 
     def __init__(self, cache: Cache, target: PreTrainedModel):
-        self.cache, self.target = cache, target
+        self.cache, self.target, self.recurrent = cache, target, None
         if type(cache).crop is not Cache.crop or type(cache).update is not Cache.update:
             self._refuse(cache)  # it keeps more than its layers, which are all that is known here
-        recurrent = any(_states_of(layer, "recurrent_states") for layer in cache.layers)
-        self.recurrent = RecurrentStates(cache, target) if recurrent else None
+        if any(_states_of(layer, "recurrent_states") for layer in cache.layers):
+            self.recurrent = RecurrentStates(cache, target)
         self.parts = [part for layer in cache.layers if (part := self._part(layer)) is not None]
         # Passes of few different lengths, where every length may be compiled.
         self.fixed_lengths = bool(cache.is_compileable)
@@ -76,6 +76,7 @@ class CacheRollback:
         return _Croppable(layer)
 
     def _refuse(self, part):
+        self.close()
         raise ValueError(
             f"the cache of {type(self.target).__name__} cannot be rolled back to the accepted tokens (a "
             f"{type(part).__name__} cannot be put back as it was), so a DFlash drafter cannot be used with it."
@@ -327,9 +328,10 @@ class RecurrentStates:
                     layer.conv_states[k] = state[..., -layer.conv_kernel_size[k] :]
             for count in set(added) - {fed}:
                 rows = [r for r, a in enumerate(added) if a == count]
-                self._restore(i, layer, rows, fed, count)
+                # A slice of all rows copies nothing, and no list of indices to the device.
+                self._restore(i, layer, slice(None) if len(rows) == len(added) else rows, fed, count)
 
-    def _restore(self, i: int, layer, rows: list[int], fed: int, count: int):
+    def _restore(self, i: int, layer, rows: slice | list[int], fed: int, count: int):
         states = {name: {k: s[rows] for k, s in self.before[i][name].items()} for name in _STATES}
         if count:
             states = self._rerun(i, layer, states, rows, fed, count)
@@ -337,7 +339,7 @@ class RecurrentStates:
             for k, state in states[name].items():
                 getattr(layer, name)[k][rows] = state  # in place: the layer's tensors may be of a compiled pass
 
-    def _rerun(self, i: int, layer, states: dict, rows: list[int], fed: int, count: int) -> dict:
+    def _rerun(self, i: int, layer, states: dict, rows: slice | list[int], fed: int, count: int) -> dict:
         alone = copy.copy(layer)
         for name in ("update_conv_state", "update_recurrent_state"):
             del alone.__dict__[name]
@@ -361,7 +363,7 @@ class RecurrentStates:
             if isinstance(value, torch.Tensor) and value.ndim > 1:
                 if value.shape[1] == fed:
                     value = value[:, :count]
-                if value.shape[0] == batch and len(rows) < batch:
+                if value.shape[0] == batch:
                     value = value[rows]
             return value
 

@@ -77,7 +77,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
     requires_model_outputs = True
 
     def __init__(self, drafter, target: PreTrainedModel, num_draft_tokens: int, max_length: int | None = None):
-        self.drafter = drafter
+        self.drafter, self.device = drafter, drafter.device
         self.target = target
         self.target_layer_ids = drafter.config.target_layer_ids
         self.block_size = drafter.config.block_size
@@ -89,7 +89,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.cache.activate_past_recording()
         self.seen: list[int] | None = None  # context tokens in the cache by row, once rows differ
         self.start = 0  # position of the first context token; not 0 where a prefix was left out
-        self.head = target.get_output_embeddings()
+        self.embedding, self.head = target.get_input_embeddings(), target.get_output_embeddings()
         self.vocab_rows = embedding_rows(target)
         self.mask_embeds: torch.Tensor | None = None  # (1, block_size - 1, H)
 
@@ -109,29 +109,32 @@ class DFlashCandidateGenerator(CandidateGenerator):
             attention_mask: (1, tokens before the anchor) with 0 at padding, or None; for one row.
             counts: how many of the new tokens are real in each row, which come first; None where all are.
         """
-        device = self.drafter.device
-        embedding = self.target.get_input_embeddings()
-        anchor = anchor.to(device_of(embedding, context[-1].device))
         if self.mask_embeds is None:
-            mask_ids = anchor.new_full((1, self.block_size - 1), self.drafter.config.mask_token_id)
-            self.mask_embeds = raw_embeddings(embedding, mask_ids).to(device)
+            self._borrow(context[-1].device)
         # The block is always whole: its length is part of what the drafter was trained on.
-        anchor_embeds = raw_embeddings(embedding, anchor).to(device)
+        anchor_embeds = raw_embeddings(self.embedding, anchor.to(self.embedding_device)).to(self.device)
         noise_embeds = torch.cat([anchor_embeds, self.mask_embeds.expand(len(anchor), -1, -1)], dim=1)  # (B, K, H)
-        context_hidden_states = torch.cat([states.to(device) for states in context], dim=-1)  # (B, new, T * H)
+        context_hidden_states = torch.cat([states.to(self.device) for states in context], dim=-1)  # (B, new, T * H)
 
         hidden = self._read(noise_embeds, context_hidden_states, attention_mask, counts)
         hidden = hidden[:, 1 : num_draft + 1]  # slot 0 is the anchor's own
-        hidden = hidden.to(device_of(self.head, context[-1].device), context[-1].dtype)
+        hidden = hidden.to(self.head_device, context[-1].dtype)
         logits = self.drafter.draft_logits(hidden, self.head)
         if logits.shape[-1] > self.vocab_rows:  # a head padded beyond the tokens that the target can embed
             logits[..., self.vocab_rows :] = -torch.inf
         return logits
 
+    def _borrow(self, otherwise: torch.device):
+        """What is the same in every round: where the target's embedding and head are, and the mask tokens' embeddings."""
+        self.embedding_device = device_of(self.embedding, otherwise)
+        self.head_device = device_of(self.head, otherwise)
+        mask_token_id = self.drafter.config.mask_token_id
+        mask_ids = torch.full((1, self.block_size - 1), mask_token_id, device=self.embedding_device)
+        self.mask_embeds = raw_embeddings(self.embedding, mask_ids).to(self.device)
+
     def absorb(self, context: list[torch.Tensor], counts: list[int] | None = None):
         """Read context without drafting: of a long prompt only keys and values stay, a chunk at a time."""
-        device = self.drafter.device
-        states = torch.cat([layer.to(device) for layer in context], dim=-1)
+        states = torch.cat([layer.to(self.device) for layer in context], dim=-1)
         noise = states.new_zeros(states.shape[0], self.block_size, self.drafter.config.hidden_size)
         self._read(noise, states, None, counts)
 

@@ -61,9 +61,7 @@ class GumbelNoise:
     def at(self, start: int, count: int, vocab_size: int) -> torch.Tensor:
         """Noise (count, V) of positions start to start + count - 1."""
         if self.ring is None:
-            self.ring = torch.empty(
-                self.span, vocab_size, dtype=torch.float64, device=self.generator.device
-            )  # fmt: skip
+            self.ring = torch.empty(self.span, vocab_size, dtype=torch.float64, device=self.generator.device)
         while self.drawn < start + count:
             # One draw a position, whatever is drafted. -log of an exponential is Gumbel; it never meets an exact zero.
             self.ring[self.drawn % self.span].exponential_(generator=self.generator).log_().neg_()
@@ -80,13 +78,17 @@ class TargetChoice:
     Args:
         processors: in the order of plain `generate`.
         noises: one a row; None for greedy decoding.
-        apart: whether rows have texts of different lengths, and are processed one by one.
+        apart: how many rows have texts of lengths of their own, and are processed one by one; 0 where all are equal.
     """
 
     def __init__(self, processors: LogitsProcessorList, noises: list[GumbelNoise] | None, apart: int = 0):
         self.processors = processors
         self.noises = noises
-        self.stateless = all(type(processor) in SCORES_ONLY | PREFIX for processor in processors)
+        self.scores_only = all(type(processor) in SCORES_ONLY for processor in processors)
+        usable = LogitsProcessorList(p for p in processors if type(p) in SCORES_ONLY | PREFIX)
+        self.stateless = len(usable) == len(processors)
+        # Those with state must see emitted tokens only, so they say nothing about a proposal.
+        self.of_drafts = self if self.stateless else TargetChoice(usable, noises)
         self.by_row = [processors_of_row(processors, row) for row in range(apart)]
 
     def scores(self, ids: torch.Tensor, starts: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -102,27 +104,24 @@ class TargetChoice:
             return torch.cat(rows)
         return _processed(self.processors, ids, starts[0], logits)
 
-    def choose(self, scores: torch.Tensor, starts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(choices, valid), each (B, n), of scores (B, n, V) at positions starts[r]..; not valid where no token is possible."""
+    def choose(self, scores: torch.Tensor, starts: list[int]) -> torch.LongTensor:
+        """Choices (B, n) of scores (B, n, V) at positions starts[r]..; -1 where no token is possible."""
         if self.noises is None:
-            choices = scores.argmax(dim=-1)
-            return choices, torch.ones_like(choices, dtype=torch.bool)
+            return scores.argmax(dim=-1)
         noise = [noise.at(start, *scores.shape[1:]) for noise, start in zip(self.noises, starts)]
         return gumbel_argmax(scores, noise[0][None] if len(noise) == 1 else torch.stack(noise))
 
     def propose(self, ids: torch.Tensor, starts: list[int], logits: torch.Tensor) -> torch.Tensor:
         """Draft tokens (B, n) of draft logits (B, n, V), by the same processors and noise, written to `ids` as well.
 
-        Processors with state are left out: they must see emitted tokens only. The text cannot depend on a proposal.
+        Processors with state are left out. The text cannot depend on a proposal.
         """
-        usable = LogitsProcessorList(p for p in self.processors if type(p) in SCORES_ONLY | PREFIX)
-        chooser = TargetChoice(usable, self.noises, len(self.by_row))
-        count = logits.shape[1]
-        step = count if all(type(processor) in SCORES_ONLY for processor in usable) else 1
+        chooser, count = self.of_drafts, logits.shape[1]
+        step = count if chooser.scores_only else 1
         drafts = []
         for i in range(0, count, step):
             at = [start + i for start in starts]
-            chosen, _ = chooser.choose(chooser.scores(ids, at, logits[:, i : i + step]), at)
+            chosen = chooser.choose(chooser.scores(ids, at, logits[:, i : i + step]), at).clamp(min=0)
             for row, start in enumerate(at):
                 ids[row, start : start + step] = chosen[row]
             drafts.append(chosen)
@@ -163,7 +162,7 @@ def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProces
     return chosen
 
 
-def gumbel_argmax(scores: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample softmax(scores) (..., V) with Gumbel noise (..., V) in float64: (choices, valid), each (...)."""
+def gumbel_argmax(scores: torch.Tensor, noise: torch.Tensor) -> torch.LongTensor:
+    """Sample softmax(scores) (..., V) with Gumbel noise (..., V) in float64: choices (...), -1 where none is possible."""
     best, choices = (scores.double() + noise).max(dim=-1)
-    return choices, best.isfinite()
+    return choices.masked_fill(~best.isfinite(), -1)

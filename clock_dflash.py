@@ -10,10 +10,14 @@ class RoundClock:
 
     On a GPU the drafter's share is between two events, which are complete once the round has synchronised; no further
     synchronisation is made.
+
+    Args:
+        device: of the drafter.
+        wanted: whether anyone will ask for the times.
     """
 
-    def __init__(self, device: torch.device):
-        self.on_gpu = device.type == "cuda"
+    def __init__(self, device: torch.device, wanted: bool):
+        self.on_gpu, self.wanted = device.type == "cuda", wanted
         self.marks = []
         self.last = 0.0
 
@@ -23,6 +27,8 @@ class RoundClock:
 
     def mark(self):
         """Before and after the drafter's work."""
+        if not self.wanted:
+            return
         if self.on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()

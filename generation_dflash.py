@@ -211,8 +211,11 @@ class Decoding:
         self.unread: list[Features] = []  # of accepted tokens that the drafter has not seen
         self.prefix: torch.LongTensor | None = None  # what came in the cache
         self.apart = False  # whether rows advance by counts of their own
-        self.clock = RoundClock(candidates.drafter.device)
+        self.clock = RoundClock(candidates.device, wanted=call.schedule is not None)
         self.rollback: CacheRollback | None = None
+        self.verified: tuple[int, int] | None = (
+            None  # while a pass is to be committed: its tokens, and the text's length
+        )
         if self.record.attentions is not None and self.rows > 1:
             raise ValueError(
                 f"`output_attentions` is supported for one row, got {self.rows}, together with a DFlash drafter. Call "
@@ -246,7 +249,7 @@ class Decoding:
         if self.record.wants_states:
             self.record.add_states(outputs, new, 0, None)
         logits = outputs.logits[:, -1:].to(device=self.device, dtype=torch.float32, copy=True)  # (B, 1, V)
-        self.cache = outputs[CACHE]
+        self.vocab_size, self.cache = logits.shape[-1], outputs[CACHE]
         del outputs  # the logits of a whole prompt can be large
 
         held = cached_length(self.cache) or past + new
@@ -399,6 +402,7 @@ class Decoding:
         logits = candidates.draft_logits(text.newest(1), features.states, count, counts=features.counts)
         self.unread = []
         self.speculation.drafter_passes += 1
+        logits = logits[..., : self.vocab_size]  # some targets cut what pads their head off their own logits
         drafts = self.choice.propose(text.ids, text.lengths, logits.to(self.device, torch.float32))
         for row in range(self.rows):
             if self.stop.resting(row) and not self.apart:  # what plain `generate` writes there
@@ -419,6 +423,7 @@ class Decoding:
                     f"{type(self.target).__name__} dropped its cache in the middle of a text and did not read the text again, "
                     "as older transformers do at the boundary of LongRoPE; upgrade transformers, or keep texts shorter."
                 )
+        self.verified = (count, min(self.text.lengths))
         return outputs
 
     def _pass(self, ids: torch.LongTensor, count: int):
@@ -451,19 +456,21 @@ class Decoding:
             drafted, choices, scores = self._choices_of_block(drafts, logits)
         else:
             drafted = drafts.tolist()
-        accepted = [0] * self.rows
+        accepted, written = [0] * self.rows, []
         for group in self.groups:
             if self.apart and resting[group.start]:
                 continue
             for i in range(count + 1):
                 if self.choice.stateless:
-                    step_scores, tokens = scores[group, i], [row[i] for row in choices[group]]
+                    tokens = [row[i] for row in choices[group]]
                 else:
                     step_scores, tokens = self._choices_of_step(logits[:, i])
                 tokens, agreed = self._append(group, tokens, [row[i] if i < count else None for row in drafted[group]])
                 for row, same in zip(range(self.rows)[group], agreed):
                     accepted[row] += same
-                self.record.add(step_scores, logits[group, i])
+                written += tokens
+                if self.record.wants_scores:
+                    self.record.add(scores[:, i] if self.choice.stateless else step_scores, logits[:, i])
                 self.stop(group, text.view(group), tokens, self.record.scores)
                 if self.call.streamer is not None and self.rows > 1:
                     self.call.streamer.put(torch.tensor(tokens))
@@ -475,7 +482,7 @@ class Decoding:
         else:
             self.clock.start()
         if self.call.streamer is not None and self.rows == 1:
-            self.call.streamer.put(torch.tensor(text.ids[0, before[0] : text.lengths[0]].tolist()))
+            self.call.streamer.put(torch.tensor(written))
             self.clock.start()  # a streamer may take its time, which is no part of a round
         return added
 
@@ -490,9 +497,8 @@ class Decoding:
     def _choices_of_block(self, drafts: torch.LongTensor, logits: torch.Tensor):
         """(drafted, choices, scores (B, n + 1, V)): by row, of all positions; -1 where no token is possible."""
         scores = self.choice.scores(self.text.ids, self.text.lengths, logits)
-        choices, valid = self.choice.choose(scores, self.text.lengths)
-        # The one synchronisation of a round.
-        fetched = torch.cat([drafts, choices.masked_fill(~valid, -1)], dim=1).tolist()
+        choices = self.choice.choose(scores, self.text.lengths)
+        fetched = torch.cat([drafts, choices], dim=1).tolist()  # the one synchronisation of a round
         count = drafts.shape[1]
         return [row[:count] for row in fetched], [row[count:] for row in fetched], scores
 
@@ -501,8 +507,7 @@ class Decoding:
         text = self.text
         with self._counted_passes():
             scores = self.choice.processors(text.view(slice(0, self.rows)), logits)
-        choices, valid = self.choice.choose(scores[:, None], text.lengths)
-        return scores, choices.masked_fill(~valid, -1)[:, 0].tolist()
+        return scores, self.choice.choose(scores[:, None], text.lengths)[:, 0].tolist()
 
     @contextmanager
     def _counted_passes(self):
@@ -541,9 +546,10 @@ class Decoding:
 
         Features of what was accepted wait until the drafter runs again.
         """
-        most, recurrent = max(added), self.rollback.recurrent
+        most = max(added)
         states = tapped(outputs.hidden_states, self.target, self.candidates.target_layer_ids)
-        states = [layer[:, layer.shape[1] - fed :][:, :most] for layer in states]
+        start = states[0].shape[1] - fed
+        states = [layer[:, start : start + most] for layer in states]
         if self.limits.past_drafting(
             max(self.inputs.position(n, row) for row, n in enumerate(self.text.lengths)) - most
         ):
@@ -553,12 +559,17 @@ class Decoding:
         if self.record.wants_states:
             self.record.add_states(outputs, fed, most, self._keys_alone())
 
-        if recurrent is not None and most < fed and not recurrent.can_rerun:
+        self._roll_back(fed, added)
+        if trim := self.inputs.commit(added):
+            self.rollback.trim(trim)
+
+    def _roll_back(self, fed: int, added: list[int]):
+        self.verified = None
+        recurrent, most = self.rollback.recurrent, max(added)
+        if recurrent is not None and 0 < most < fed and not recurrent.can_rerun:
             self._replay(fed, most)
         else:
             self.rollback.commit(fed, added)
-        if trim := self.inputs.commit(added):
-            self.rollback.trim(trim)
 
     def _replay(self, fed: int, added: int):
         """Read accepted tokens once more, from before the pass that verified them."""
@@ -579,7 +590,14 @@ class Decoding:
 
     def close(self):
         """Leave target and cache as others expect them, whatever happened."""
-        if self.rollback is not None:
+        if self.rollback is None:
+            return
+        try:
+            if self.verified is not None and not self.apart:
+                # A streamer, a criterion or a processor raised: a cache that the caller passed holds the text so far.
+                fed, length = self.verified
+                self._roll_back(fed, [min(self.text.lengths) - length] * self.rows)
+        finally:
             self.rollback.close()
 
     def result(self):

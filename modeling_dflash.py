@@ -123,8 +123,9 @@ class DFlashAttention(nn.Module):
             key, value = cache.update(key, value, self.layer_idx)  # (B, kv heads, S, D), a window's worth if sliding
 
         # Full masks say everything about causality and window, except to flash attention, which takes neither.
-        flash = is_flash(self.config._attn_implementation)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        backend = self.config._attn_implementation
+        flash = is_flash(backend)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
         output, weights = attend(
             self,
             query,

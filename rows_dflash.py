@@ -90,6 +90,10 @@ class Record:
         self.hidden_states = () if wanted and generation_config.output_hidden_states else None
 
     @property
+    def wants_scores(self) -> bool:
+        return self.scores is not None or self.logits is not None
+
+    @property
     def wants_states(self) -> bool:
         return self.attentions is not None or self.hidden_states is not None
 

@@ -10,8 +10,8 @@ from conftest import DRAFTERS, prompt_of, tiny_drafter, tiny_target
 from dflash_hub import cache_dflash, generation_dflash
 from dflash_hub.target_dflash import CACHE
 from families import equal_texts, tiny_family
-from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import Cache, DynamicLayer, QuantizedLayer
+from transformers import DynamicCache, LogitsProcessor, StaticCache, StoppingCriteria
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, QuantizedLayer
 
 HYBRIDS = ("qwen3_next", "qwen3_5", "bamba", "lfm2")
 
@@ -195,9 +195,64 @@ def test_a_cache_layer_of_the_users_own_is_refused_by_name():
         is_croppable = False
 
     target = tiny_target("llama")
-    cache = Cache(layers=[Odd() for _ in target.model.layers])
+    cache = Cache(layers=[DynamicSlidingWindowLayer(sliding_window=8), *(Odd() for _ in target.model.layers[1:])])
     with pytest.raises(ValueError, match="a Odd cannot be put back"):
         greedy(target, prompt_of(9), max_new_tokens=6, assistant_model=tiny_drafter(), **{CACHE: cache})
+    assert not cache.layers[0].record_past  # the refused call leaves no trace in the others
+
+
+class Interrupts:
+    """Raises at its fifth call, as a streamer, a criterion or a processor."""
+
+    calls = 0
+
+    def put(self, value):
+        self.calls += 1
+        if self.calls == 5:
+            raise KeyboardInterrupt
+
+    def end(self):
+        pass
+
+
+class InterruptingCriterion(Interrupts, StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        self.put(input_ids)
+        return torch.tensor([False])
+
+
+class InterruptingProcessor(Interrupts, LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        self.put(input_ids)
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("place", "family"),
+    (("streamer", "mistral"), ("streamer", "qwen3_5"), ("stopping_criteria", "llama"), ("logits_processor", "llama")),
+)
+def test_pitfall_17_19_an_interrupted_call_leaves_no_draft_in_a_passed_cache(place, family, drafts_of):
+    """Pitfalls 17, 19: what the caller goes on with is the text so far, whoever raised between two passes."""
+    target, drafter = tiny_family(family)
+    ids = prompt_of(12)
+    text = greedy(target, ids, max_new_tokens=24)
+    drafts_of("half-right", text)
+    interrupts = {
+        "streamer": Interrupts(),
+        "stopping_criteria": [InterruptingCriterion()],
+        "logits_processor": [InterruptingProcessor()],
+    }
+    cache = DynamicCache(config=target.config)
+    with pytest.raises(KeyboardInterrupt):
+        greedy(
+            target, ids, max_new_tokens=24, assistant_model=drafter,
+            **{place: interrupts[place], CACHE: cache},
+        )  # fmt: skip
+    held = cache.get_seq_length()
+    assert 12 < held < 36
+    more = torch.cat([text[:, :held], prompt_of(3, seed=5)], dim=1)
+    cold = greedy(target, more, max_new_tokens=8)
+    assert torch.equal(greedy(target, more, max_new_tokens=8, **{CACHE: cache}), cold)
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)

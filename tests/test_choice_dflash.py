@@ -32,9 +32,8 @@ def test_choices_have_the_targets_distribution(name):
     choice = choice_of(WARPERS[name], span=draws)
     scores = choice.scores(text, [3], logits[None])
     exact = scores.double().softmax(-1)[0, 0]
-    choices, valid = choice.choose(scores.expand(-1, draws, -1), [0])
+    choices = choice.choose(scores.expand(-1, draws, -1), [0])
     drawn = torch.bincount(choices[0], minlength=vocabulary) / draws
-    assert valid.all()
     assert 0.5 * (drawn - exact).abs().sum() < 0.02
     assert (drawn[exact == 0] == 0).all()
 
@@ -54,9 +53,13 @@ def test_noise_depends_on_seed_and_position_only():
     assert abs(a.mean() - 0.5772) < 0.03 and abs(a.var() - 1.6449) < 0.1  # Gumbel
 
 
-def test_a_position_without_a_possible_token_is_not_valid():
+def test_a_position_without_a_possible_token_has_no_choice():
     scores = torch.tensor([[0.0, -torch.inf], [-torch.inf, -torch.inf], [torch.nan, 0.0]])
-    assert gumbel_argmax(scores, torch.zeros(3, 2, dtype=torch.float64))[1].tolist() == [True, False, False]
+    noise = torch.zeros(3, 2, dtype=torch.float64)
+    assert gumbel_argmax(scores, noise).tolist() == [0, -1, -1]
+    choice = choice_of([], span=3)
+    drafts = choice.propose(torch.zeros(1, 7, dtype=torch.long), [4], scores[None])
+    assert drafts[0, 1:].tolist() == [0, 0]  # a proposal is a token all the same
 
 
 def test_pitfall_10_same_distributions_propose_the_same():
@@ -66,7 +69,7 @@ def test_pitfall_10_same_distributions_propose_the_same():
     text = torch.zeros(1, 10, dtype=torch.long)
     drafts = choice.propose(text, [4], logits[None]).clone()
     assert torch.equal(text[:, 4:], drafts)
-    choices, _ = choice.choose(choice.scores(text, [4], logits[None]), [4])
+    choices = choice.choose(choice.scores(text, [4], logits[None]), [4])
     assert torch.equal(choices, drafts)
 
 

@@ -152,6 +152,25 @@ def test_a_head_wider_than_the_embedding_proposes_embeddable_tokens_only(kwargs)
     assert torch.equal(text, target.generate(ids, max_new_tokens=20, **kwargs))
 
 
+@pytest.mark.parametrize("kwargs", ({}, {"do_sample": True}, {"sequence_bias": [[[20], 4.0]]}))
+def test_a_target_that_cuts_its_logits_is_drafted_for_as_wide(kwargs):
+    """Some targets cut off what pads their head; the drafter borrows the head alone."""
+    target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10) % (VOCAB - 7)
+
+    def cut(module, args, outputs):
+        outputs.logits = outputs.logits[..., : VOCAB - 7]
+
+    target.register_forward_hook(cut)
+    texts = []
+    for number in (1, 4):
+        torch.manual_seed(3)
+        text = target.generate(ids, assistant_model=drafter, max_new_tokens=20, num_assistant_tokens=number, **kwargs)
+        texts.append(text)
+    assert torch.equal(*texts) and texts[0].max() < VOCAB - 7
+    if not kwargs.get("do_sample"):
+        assert torch.equal(texts[0], target.generate(ids, max_new_tokens=20, **kwargs))
+
+
 # ------------------------------------------------------------------------------------------------- stops and lengths
 
 
@@ -543,6 +562,21 @@ def test_pitfall_40_92_a_drafter_that_does_not_fit_is_named_once(number, monkeyp
 
 
 # ------------------------------------------------------------------------------------------------- the hook
+
+
+def test_nothing_is_timed_for_a_fixed_number(monkeypatch):
+    """Neither kept, round after round, nor waited for: only the schedule asks for times."""
+    clocks = []
+
+    def clock(device, wanted):
+        clocks.append(clock_dflash.RoundClock(device, wanted))
+        return clocks[-1]
+
+    monkeypatch.setattr(generation_dflash, "RoundClock", clock)
+    target, drafter = tiny_target("llama"), tiny_drafter()
+    for number, wanted in ((3, False), ("auto", True)):
+        greedy(target, prompt_of(9), max_new_tokens=12, assistant_model=drafter, num_assistant_tokens=number)
+        assert (clocks[-1].wanted, clocks[-1].marks) == (wanted, [])
 
 
 def test_every_other_call_is_untouched(monkeypatch):
