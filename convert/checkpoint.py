@@ -43,8 +43,7 @@ class Stored:
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """The tensor from its first row to its last, in pieces of at most `PIECE` bytes or one row."""
-        row_bytes = max(1, math.prod(self.shape[1:]) * self.dtype.itemsize)
-        step = max(1, PIECE // row_bytes)
+        step = _rows_of_a_piece(self)
         for start in range(self.first, self.first + self.shape[0], step):
             stop = min(start + step, self.first + self.shape[0])
             # Opened anew for each piece: what was read stays in memory as long as the file is open.
@@ -79,10 +78,14 @@ class Unpickled:
         return replace(self, tensor=self.tensor[first : first + count])
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        yield self.tensor
+        yield from self.tensor.split(_rows_of_a_piece(self))
 
     def whole(self) -> torch.Tensor:
         return self.tensor
+
+
+def _rows_of_a_piece(tensor: Stored | Unpickled) -> int:
+    return max(1, PIECE // max(1, math.prod(tensor.shape[1:]) * tensor.dtype.itemsize))
 
 
 @dataclass

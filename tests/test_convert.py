@@ -1,20 +1,21 @@
 """Import and export of z-lab's layout: bit for bit, complete or not at all."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 from conftest import CODE, tiny_drafter
 from dflash_hub import DFlashConfig
+from dflash_hub.benchmark import conversion
 from dflash_hub.convert.exporting import export_drafter
 from dflash_hub.convert.folders import new_folder
 from dflash_hub.convert.importing import import_drafter
 from dflash_hub.convert.zlab import write
 from fake_hub import fake_hub
 from safetensors.torch import load_file, save_file
-
-FULL, SLIDING = "full_attention", "sliding_attention"
-YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}
+from test_formats import FULL, SLIDING, YARN
 
 
 @pytest.fixture
@@ -160,3 +161,26 @@ def test_push_to_hub_uploads_a_complete_folder(how, monkeypatch, tmp_path):
     expected = [*CODE, "README.md", "config.json", "custom_generate/generate.py", "model.safetensors"]
     assert sorted(hub.files["org/drafter"]) == sorted(expected)
     assert hub.repositories["org/drafter"]["visibility"] == "private"
+
+
+def test_what_the_measurement_of_memory_measures(tmp_path):
+    small, _ = conversion.measure([sys.executable, "-c", "pass"])
+    large, seconds = conversion.measure([sys.executable, "-c", "import time; x = bytearray(2**30); time.sleep(0.5)"])
+    assert large - small > 2**29 and seconds >= 0.5
+    with pytest.raises(ValueError, match="ended with exit code 3"):
+        conversion.measure([sys.executable, "-c", "raise SystemExit(3)"])
+
+
+@pytest.mark.slow
+def test_the_table_of_memory():
+    done = subprocess.run(
+        [sys.executable, "-m", "dflash_hub.benchmark.conversion", "--parameters", "1000000"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (
+        "| 0.00 billion parameters in bfloat16, 0.0 GB |" in done.stdout
+        and "| `dflash-hub import zlab back` |" in done.stdout
+    )
+    assert "`python -m dflash_hub.benchmark.conversion --parameters 1000000`, commit" in done.stdout
