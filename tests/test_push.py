@@ -104,6 +104,17 @@ def test_a_hub_that_cannot_be_reached(folder, monkeypatch):
     assert weight_files("me/target") == {}
 
 
+def test_commands_that_are_printed_can_be_pasted(folder, tmp_path):
+    """Also where a folder's name has a space."""
+    ours = tmp_path / "my drafter"
+    assert f"dflash-hub inspect '{ours}'" in run("import", folder, ours)
+    assert f"dflash-hub push '{ours}' ORG/NAME" in run("card", ours)
+    assert f"dflash-hub push '{ours}' me/d" in run("push", ours, "me/d", "--dry-run")
+    assert f"dflash-hub export '{ours}' drafter-sglang --to sglang" in run("inspect", ours)
+    printed = run("export", ours, tmp_path / "z lab")
+    assert f"--draft '{tmp_path / 'z lab'}'" in printed and f'speculative_model="{tmp_path / "z lab"}"' in printed
+
+
 # ------------------------------------------------------------------------------------------------------------------
 # inspect
 
