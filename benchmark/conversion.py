@@ -1,4 +1,4 @@
-"""What a conversion costs: peak resident memory, which must not grow with the drafter, and seconds.
+"""What a conversion costs: peak resident memory, which stays far below the size of the drafter, and seconds.
 
     python -m dflash_hub.benchmark.conversion --parameters 60000000
 
