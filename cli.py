@@ -3,7 +3,9 @@
 Each command is a thin layer over a function elsewhere; heavy imports wait until a command runs.
 """
 
+import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -124,7 +126,7 @@ def init(
     typer.echo(f"{plan.parameters / 1e6:.1f} M parameters, {plan.parameters * 2 / 1e6:.1f} MB in bfloat16")
     if output:
         typer.echo(
-            f'wrote {output}\nnext: AutoModel.from_pretrained("{output}", trust_remote_code=True); it drafts badly until it is trained'
+            f"wrote {output}\nnext: AutoModel.from_pretrained({in_python(output)}, trust_remote_code=True); it drafts badly until it is trained"
         )
 
 
@@ -164,8 +166,8 @@ def import_(
     )
     if not dry_run:
         typer.echo(
-            f'wrote {destination}\nnext: AutoModel.from_pretrained("{destination}", trust_remote_code=True), or '
-            f"dflash-hub inspect {destination}"
+            f"wrote {destination}\nnext: AutoModel.from_pretrained({in_python(destination)}, trust_remote_code=True), or "
+            f"dflash-hub inspect {shlex.quote(destination)}"
         )
 
 
@@ -223,7 +225,7 @@ def card(
     from .convert.card import write_card
 
     write_card(folder, benchmark or (), repository, force)
-    typer.echo(f"wrote {folder}/README.md\nnext: dflash-hub push {folder} ORG/NAME --dry-run")
+    typer.echo(f"wrote {folder}/README.md\nnext: dflash-hub push {shlex.quote(folder)} ORG/NAME --dry-run")
 
 
 @app.command(epilog="\b\ndflash-hub push my-drafter my-name/my-drafter --dry-run")
@@ -239,7 +241,7 @@ def push(
     files, url = push_drafter(folder, repository, not public, dry_run)
     typer.echo("\n".join(files))
     if url is None:
-        typer.echo(f"nothing uploaded; next: dflash-hub push {folder} {repository}")
+        typer.echo(f"nothing uploaded; next: dflash-hub push {shlex.quote(folder)} {repository}")
     else:
         typer.echo(
             f'uploaded: {url}\nnext: AutoModel.from_pretrained("{repository}", revision="COMMIT", trust_remote_code=True)'
@@ -310,6 +312,11 @@ def bench(
         typer.echo(
             f"wrote {output}/report.md, {output}/summary.json and plots\nnext: dflash-hub bench --compare {output} ..."
         )
+
+
+def in_python(text: str) -> str:
+    """As a string of Python, in double quotes."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def number_list(text: str, option: str) -> list[int]:

@@ -157,8 +157,15 @@ class DFlashConfig(PreTrainedConfig):
         _require(
             _is_int(self.format_version) and self.format_version == FORMAT_VERSION,
             f"`format_version` is {self.format_version!r}, this code reads {FORMAT_VERSION}. A newer file needs a newer "
-            "dflash-hub; `dflash-hub import OLD NEW` rewrites a folder for the installed one.",
+            "dflash-hub.",
         )
+        for name in ("target_name_or_path", "target_revision"):
+            # They are shown in snippets and commands.
+            value = getattr(self, name)
+            _require(
+                value is None or (isinstance(value, str) and value.isprintable() and not set(value) & set('"\\`')),
+                f"`{name}` must be a name in one line, without quotes and backslashes, or None; got {value!r}.",
+            )
         for name in (
             "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
             "head_dim max_position_embeddings num_target_layers"

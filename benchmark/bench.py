@@ -189,8 +189,12 @@ def peak_bytes() -> int:
     """Peak memory of this process so far: of the GPU where there is one, else resident."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return resident_bytes(resource.getrusage(resource.RUSAGE_SELF))
+
+
+def resident_bytes(usage: resource.struct_rusage) -> int:
+    """The peak that the system has noted; macOS counts in bytes, others in kilobytes."""
+    return usage.ru_maxrss if sys.platform == "darwin" else usage.ru_maxrss * 1024
 
 
 def _open_folder(output: Path, settings: dict, origin: dict):

@@ -2,20 +2,30 @@
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from ..benchmark.report import interval, table
 from ..configuration_dflash import SLIDING, DFlashConfig
 from ..hub_dflash import CARD_MARK, write_text
-from .engines import TITLES, TYPED, obstacles, remarks, serve_command
+from .checkpoint import in_a_line, read_json
+from .engines import TITLES, TYPED, export_and_serve, obstacles, remarks
+from .reading import read_ours
 
 RECORD = "training_record.json"
 TAGS = ["speculative-decoding", "dflash", "draft-model", "block-diffusion"]
 # How the snippet loads the drafter, and where it does so until the folder has an address.
 LOAD = ', trust_remote_code=True, dtype="auto", device_map="auto")'
 INSIDE = "  # from inside this folder"
+UNMEASURED = "Acceptance and speed: not measured. `dflash-hub bench` measures them, `dflash-hub card` adds them."
+DEFINITIONS = (
+    "tau: tokens that a round adds to the text, the target's own token included. Speed-up: seconds of plain `generate` over "
+    "seconds of the method. In brackets: 95% interval over prompts."
+)
 YOURS = "<!-- What stands below this line is kept when the card is written again. -->"
 
 
@@ -34,36 +44,38 @@ def write_card(folder: str | Path, benchmark_files=(), repository: str | None = 
         The card.
 
     Raises:
-        ValueError: the folder is no drafter of ours, or a record or summary is of another kind; names it.
+        ValueError, OSError: the folder is no drafter of ours, or a record, a summary or the card before is of another kind;
+            names it.
         FileExistsError: README.md was written by someone else and `force` is not set.
     """
     folder = Path(folder)
-    config = DFlashConfig.from_pretrained(folder)
+    config = read_ours(folder).config
+    if repository is not None:
+        check_id(repository)
     path = folder / "README.md"
-    before = path.read_text(encoding="utf-8") if path.is_file() else ""
+    before = _of(path, lambda: path.read_text(encoding="utf-8")) if path.is_file() else ""
     if before and CARD_MARK not in before and not force:
         raise FileExistsError(
             f"{path} was not written by dflash-hub (it lacks the line {CARD_MARK!r}); pass --force to replace it."
         )
-    record = _read_json(folder / RECORD, ("command", "data", "recipe", "environment", "result"))
-    benchmarks = [_read_json(Path(file), ("settings", "provenance", "rows")) for file in benchmark_files]
-    missing = [str(file) for file, summary in zip(benchmark_files, benchmarks) if summary is None]
-    if missing:
-        raise ValueError(f"no benchmark summary at {missing[0]}; `dflash-hub bench` writes summary.json.")
-
-    kept = ModelCard(before, ignore_metadata_errors=True).data.to_dict() if before.startswith("---") else {}
+    record = folder / RECORD
+    training, evaluation = f"Not recorded (the folder has no `{RECORD}`).", []
+    if record.is_file():
+        found = read_json(record)
+        training = _of(record, lambda: _training(found))
+        evaluation = _of(record, lambda: _evaluation(found))
+    measured = evaluation + [part for file in benchmark_files for part in _benchmark(Path(file))]
     tags = TAGS + (["custom_generate"] if (folder / "custom_generate" / "generate.py").is_file() else [])
-    own = {"library_name": "transformers", "base_model": config.target_name_or_path}
-    data = {**kept, **{name: value for name, value in own.items() if value is not None}}
-    data["tags"] = tags + [tag for tag in kept.get("tags") or [] if tag not in tags]
     yours = before.split(YOURS, 1)[1] if YOURS in before else "\n"
     parts = [
-        f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n{CARD_MARK}",
+        f"---\n{_of(path, lambda: _metadata(before, config, tags))}\n---\n\n{CARD_MARK}",
         *_introduction(config, repository or ".", repository is None),
         _engines(config, repository or "FOLDER"),
         _shape(config),
-        _training(record),
-        _measured(record, benchmarks),
+        f"## Training\n\n{training}",
+        "## Measured",
+        *(measured or [UNMEASURED]),
+        *([DEFINITIONS] if benchmark_files else []),
         _limits(config, repository),
     ]
     text = "\n\n".join(parts) + f"\n\n{YOURS}{yours}"
@@ -84,16 +96,32 @@ def address_card(text: str, repository: str) -> str:
     return text
 
 
-def _read_json(path: Path, keys: tuple[str, ...]) -> dict | None:
-    if not path.is_file():
-        return None
+def check_id(repository: str):
+    """Raises ValueError for what cannot be the id of a repository on the Hub."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, dict) or not set(keys) <= set(found):
-        raise ValueError(f"{path} must hold {', '.join(keys)}; it holds {sorted(found) if found else found!r}.")
-    return found
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise ValueError(f"{repository!r} is no id of a repository: {error}") from error
+
+
+def _of(path: Path, said: Callable):
+    """What is said from a file; anything may stand in it."""
+    try:
+        return said()
+    except Exception as error:
+        raise ValueError(
+            f"{path} is not as dflash-hub writes it: {type(error).__name__}, {in_a_line(error)}. Nothing is written."
+        ) from error
+
+
+def _metadata(before: str, config: DFlashConfig, tags: list[str]) -> str:
+    """The front matter: what the card sets, and what its owner added to the card before."""
+    kept = ModelCard(before, ignore_metadata_errors=True).data.to_dict() if before.startswith("---") else {}
+    own = {"library_name": "transformers", "base_model": config.target_name_or_path}
+    data = {**kept, **{name: value for name, value in own.items() if value is not None}}
+    theirs = [kept["tags"]] if isinstance(kept.get("tags"), str) else kept.get("tags") or []
+    data["tags"] = tags + [tag for tag in theirs if tag not in tags]
+    return ModelCardData(**data).to_yaml()
 
 
 def _introduction(config: DFlashConfig, repository: str, inside: bool) -> list[str]:
@@ -147,11 +175,7 @@ def _engines(config: DFlashConfig, source: str) -> str:
         if stopped := obstacles(engine, config):
             parts.append(f"{TITLES[engine]}: not served. {'; '.join(stopped)}.")
             continue
-        exported = f"drafter-{engine}"
-        parts.append(
-            f"{TITLES[engine]}:\n\n```bash\ndflash-hub export {source} {exported} --to {engine}\n"
-            f"{serve_command(engine, config, exported)}\n```"
-        )
+        parts.append(f"{TITLES[engine]}:\n\n```bash\n{export_and_serve(engine, config, source)}\n```")
         parts += [f"{remark}." for remark in remarks(engine, config)]
     return "\n\n".join(parts)
 
@@ -184,16 +208,13 @@ def attention_in_words(config: DFlashConfig) -> str:
     )
 
 
-def _training(record: dict | None) -> str:
-    if record is None:
-        return f"## Training\n\nNot recorded (the folder has no `{RECORD}`)."
+def _training(record: dict) -> str:
     data, result = record["data"], record["result"]
     thinking = {True: "on", False: "off", None: "not stated"}[data.get("thinking")]
     files = [(f["name"], f["rows"], f["answer_tokens"], f"`{f['sha256'][:16]}`") for f in data["files"]]
     recipe = [(f"`{name}`", value) for name, value in record["recipe"].items()]
     return "\n\n".join(
         [
-            "## Training",
             f"`{record['command']}`",
             _provenance(record["environment"]),
             f"Answers of `{data.get('target')}`, thinking mode {thinking}; chat template "
@@ -206,47 +227,40 @@ def _training(record: dict | None) -> str:
     )
 
 
-def _measured(record: dict | None, benchmarks: list[dict]) -> str:
-    parts = ["## Measured"]
-    evaluation = record["result"].get("evaluation") if record else None
-    if evaluation:
-        slots = ", ".join(f"{share:.2f}" for share in evaluation["acceptance_by_slot"])
-        parts.append(
-            f"At the end of training, on {evaluation['prompts']} held-out prompts, {evaluation['max_new_tokens']} new tokens "
-            f"each, greedy: acceptance length {evaluation['acceptance_length']:.2f} tokens a round, the target's own "
-            f"included; acceptance by slot {slots}. {_provenance(record['environment'])}"
+def _evaluation(record: dict) -> list[str]:
+    evaluation = record["result"].get("evaluation")
+    if not evaluation:
+        return []
+    slots = ", ".join(f"{share:.2f}" for share in evaluation["acceptance_by_slot"])
+    return [
+        f"At the end of training, on {evaluation['prompts']} held-out prompts, {evaluation['max_new_tokens']} new tokens "
+        f"each, greedy: acceptance length {evaluation['acceptance_length']:.2f} tokens a round, the target's own "
+        f"included; acceptance by slot {slots}. {_provenance(record['environment'])}"
+    ]
+
+
+def _benchmark(path: Path) -> list[str]:
+    if not path.is_file():
+        raise ValueError(f"no benchmark summary at {path}; `dflash-hub bench` writes summary.json.")
+    summary = read_json(path)
+    return _of(path, lambda: _summary(summary["settings"], summary["provenance"], summary["rows"]))
+
+
+def _summary(settings: dict, provenance: dict, rows: list[dict]) -> list[str]:
+    thinking = {None: "as the template", True: "on", False: "off"}[settings.get("thinking")]
+    cells = [
+        (
+            row["set"], row["method"], row["texts"], interval(row["tau"]), f"{row['tokens_per_second']:.1f}",
+            interval(row["speedup"]), f"{row['same']} of {row['compared']}" if row["compared"] else "-",
         )
-    for summary in benchmarks:
-        settings, rows = summary["settings"], summary["rows"]
-        thinking = {None: "as the template", True: "on", False: "off"}[settings.get("thinking")]
-        parts.append(
-            f"Target `{settings['target']}`, drafter `{settings['drafter']}`, {settings['dtype'].removeprefix('torch.')}, "
-            f"batch 1, thinking {thinking}, `{json.dumps(settings['generation'])}`"
-        )
-        parts.append(
-            table(
-                ("set", "method", "texts", "tau", "tokens/s", "speed-up", "same text"),
-                [
-                    (
-                        row["set"], row["method"], row["texts"], interval(row["tau"]),
-                        f"{row['tokens_per_second']:.1f}", interval(row["speedup"]),
-                        f"{row['same']} of {row['compared']}" if row["compared"] else "-",
-                    )
-                    for row in rows
-                ],
-            )
-        )  # fmt: skip
-        parts.append(f"`{summary['provenance']['command']}`\n\n{_provenance(summary['provenance'])}")
-    if benchmarks:
-        parts.append(
-            "tau: tokens that a round adds to the text, the target's own token included. Speed-up: seconds of plain "
-            "`generate` over seconds of the method. In brackets: 95% interval over prompts."
-        )
-    if len(parts) == 1:
-        parts.append(
-            "Acceptance and speed: not measured. `dflash-hub bench` measures them, `dflash-hub card` adds them."
-        )
-    return "\n\n".join(parts)
+        for row in rows
+    ]  # fmt: skip
+    return [
+        f"Target `{settings['target']}`, drafter `{settings['drafter']}`, {settings['dtype'].removeprefix('torch.')}, "
+        f"batch 1, thinking {thinking}, `{json.dumps(settings['generation'])}`",
+        table(("set", "method", "texts", "tau", "tokens/s", "speed-up", "same text"), cells),
+        f"`{provenance['command']}`\n\n{_provenance(provenance)}",
+    ]
 
 
 def _limits(config: DFlashConfig, repository: str | None) -> str:

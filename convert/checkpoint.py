@@ -1,6 +1,7 @@
 """Checkpoints on disk: tensors that are read and written piece by piece, so that memory does not grow with a model."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,8 +43,7 @@ class Stored:
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """The tensor from its first row to its last, in pieces of at most `PIECE` bytes or one row."""
-        row_bytes = max(1, _elements(self.shape[1:]) * self.dtype.itemsize)
-        step = max(1, PIECE // row_bytes)
+        step = _rows_of_a_piece(self)
         for start in range(self.first, self.first + self.shape[0], step):
             stop = min(start + step, self.first + self.shape[0])
             # Opened anew for each piece: what was read stays in memory as long as the file is open.
@@ -67,8 +67,8 @@ class Unpickled:
         return CODES.get(self.tensor.dtype, str(self.tensor.dtype))
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
+    def dtype(self) -> torch.dtype | None:
+        return DTYPES.get(self.code)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -78,10 +78,14 @@ class Unpickled:
         return replace(self, tensor=self.tensor[first : first + count])
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        yield self.tensor
+        yield from self.tensor.split(_rows_of_a_piece(self))
 
     def whole(self) -> torch.Tensor:
         return self.tensor
+
+
+def _rows_of_a_piece(tensor: Stored | Unpickled) -> int:
+    return max(1, PIECE // max(1, math.prod(tensor.shape[1:]) * tensor.dtype.itemsize))
 
 
 @dataclass
@@ -90,6 +94,7 @@ class Checkpoint:
 
     source: str
     folder: Path
+    config_path: Path
     config: dict
     tensors: dict[str, Stored | Unpickled] = field(default_factory=dict)
 
@@ -126,7 +131,7 @@ def open_checkpoint(
     for home in homes:
         files = _safetensors_files(home)
         if files:
-            return Checkpoint(source, folder, config, tensors_of(files))
+            return Checkpoint(source, folder, config_path, config, tensors_of(files))
     pickle = next((home / name for home in homes for name in PICKLES if (home / name).is_file()), None)
     if pickle is None:
         raise OSError(f"no model.safetensors, and no index of several, in {source!r}.")
@@ -135,7 +140,7 @@ def open_checkpoint(
             f"{pickle} is a pickle, which can run code when it is read; pass --allow-pickle to read it with torch's "
             "`weights_only`, which refuses what is no tensor."
         )
-    return Checkpoint(source, folder, config, _unpickle(pickle))
+    return Checkpoint(source, folder, config_path, config, _unpickle(pickle))
 
 
 def local_folder(source: str, revision: str | None = None, allow_pickle: bool = False) -> Path:
@@ -157,6 +162,10 @@ def local_folder(source: str, revision: str | None = None, allow_pickle: bool = 
         raise OSError(f"cannot read {source!r}: {error}") from error
 
 
+def in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def read_json(path: Path) -> dict:
     if path.stat().st_size > LARGEST_JSON:
         raise ValueError(f"{path} has {path.stat().st_size} bytes; that is no config and no index.")
@@ -176,13 +185,8 @@ def _safetensors_files(home: Path) -> dict[Path, set[str] | None]:
         single = home / "model.safetensors"
         paths = [single] if single.is_file() else sorted(home.glob("*.safetensors"))
         return {path: None for path in paths if path.is_file()}
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise ValueError(f"{index} has no `weight_map` from tensor to file.")
     files = {}
-    for name, file in weight_map.items():
-        if Path(file).name != file or file.startswith("."):
-            raise ValueError(f"{index} names a file outside of its folder: {file!r}.")
+    for name, file in read_index(index).items():
         files.setdefault(home / file, set()).add(name)
     missing = [path.name for path in files if not path.is_file()]
     if missing:
@@ -190,6 +194,21 @@ def _safetensors_files(home: Path) -> dict[Path, set[str] | None]:
             f"{index} names {missing[0]}, which is not there (of {len(files)} files {len(missing)} are missing)."
         )
     return files
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """Tensor name to the name of a file beside the index.
+
+    Raises:
+        ValueError: the index says nothing of the kind, or names a file elsewhere.
+    """
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{index} has no `weight_map` from tensor to file.")
+    for file in weight_map.values():
+        if Path(file).name != file or file.startswith("."):
+            raise ValueError(f"{index} names a file outside of its folder: {file!r}.")
+    return weight_map
 
 
 def tensors_of(files: dict[Path, set[str] | None]) -> dict[str, Stored]:
@@ -219,12 +238,18 @@ def _unpickle(path: Path) -> dict[str, Unpickled]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises many kinds for a damaged or refused pickle
-        raise ValueError(f"{path} cannot be read with `weights_only`: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{path} cannot be read with `weights_only`: {in_a_line(error)}") from error
     for key in STATE_KEYS:
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
     if not isinstance(state, dict) or not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ValueError(f"{path} holds no dictionary of tensors, at the top or under one of {', '.join(STATE_KEYS)}.")
+    for name, tensor in state.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{path} holds a tensor under {name!r}; expected its name, a string.")
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+            kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else tensor.layout
+            raise ValueError(f"{path}: {name} is a {kind} tensor; expected an ordinary one, with all of its values.")
     return {name: Unpickled(path, name, tensor.detach()) for name, tensor in state.items()}
 
 
@@ -232,13 +257,13 @@ def write_tensors(path: Path, tensors: dict[str, Stored | Unpickled]):
     """Write one safetensors file, piece by piece. The same bytes as `safetensors.torch.save_file` gives.
 
     Raises:
-        ValueError: a tensor holds a value that is not finite; names it.
+        ValueError: a tensor holds a value that is not finite, or the file does not say what was written; names it.
     """
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for name in order:
         tensor = tensors[name]
-        size = _elements(tensor.shape) * tensor.dtype.itemsize
+        size = math.prod(tensor.shape) * tensor.dtype.itemsize
         header[name] = {"dtype": tensor.code, "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
         offset += size
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -251,10 +276,6 @@ def write_tensors(path: Path, tensors: dict[str, Stored | Unpickled]):
                 if not torch.isfinite(piece).all():
                     raise ValueError(f"{name} holds a value that is not finite: it was never trained, or is damaged.")
                 file.write(piece.contiguous().view(torch.uint8).numpy())
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+    there = {name: (tensor.code, tensor.shape) for name, tensor in tensors_of({path: None}).items()}
+    if there != {name: (tensor.code, tuple(tensor.shape)) for name, tensor in tensors.items()}:
+        raise ValueError(f"{path} does not hold what was written; the disk is full, or faulty.")

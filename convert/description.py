@@ -1,22 +1,23 @@
 """What a drafter is, for people: everything that its files say, and what is odd about it. No weight is read."""
 
 import json
+import math
 from pathlib import Path
 
-import torch
-
+from ..configuration_dflash import SLIDING
 from ..hub_dflash import custom_generate_source
 from .card import RECORD, attention_in_words
-from .engines import TITLES, obstacles, serve_command
+from .checkpoint import Stored
+from .engines import TITLES, export_and_serve, obstacles, serve_command
 from .reading import LAYOUTS, OURS, Drafter
-from .zlab import SCALES
+from .zlab import DRAFTING, scales
 
 HERE = Path(__file__).parent.parent
 
 
 def describe(drafter: Drafter) -> str:
     config, tensors = drafter.config, drafter.match.drafter
-    elements = {name: torch.Size(tensor.shape).numel() for name, tensor in tensors.items()}
+    elements = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
     size = sum(elements[name] * tensor.dtype.itemsize for name, tensor in tensors.items())
     files = {tensor.file.name for tensor in tensors.values()}
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
@@ -25,9 +26,7 @@ def describe(drafter: Drafter) -> str:
         "thinking": {True: "on", False: "off", None: "not recorded"}[config.target_thinking],
     }
     rope = ", ".join(f"{name} {value}" for name, value in config.rope_parameters.items())
-    quirks = [
-        f"{name} {getattr(config, name):g}" for name, neutral in SCALES.items() if getattr(config, name) != neutral
-    ]
+    quirks = [f"{name} {value:g}" for name, value in scales(config).items()]
     rows = [
         (
             "format",
@@ -56,16 +55,13 @@ def describe(drafter: Drafter) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     parts = ["\n".join(f"{name:<{width}}  {value}" for name, value in rows)]
-    served_as_it_is = drafter.layout == "zlab"
+    command = serve_command if served_as_it_is(drafter) else export_and_serve
     for engine, title in TITLES.items():
-        if stopped := obstacles(engine, config):
-            parts.append(f"{title}: no. {'; '.join(stopped)}.")
-            continue
-        exported = f"drafter-{engine}"
-        first = "" if served_as_it_is else f"dflash-hub export {drafter.checkpoint.source} {exported} --to {engine}\n"
+        stopped = obstacles(engine, config)
         parts.append(
-            f"{title}:\n{first}"
-            f"{serve_command(engine, config, drafter.checkpoint.source if served_as_it_is else exported)}"
+            f"{title}: no. {'; '.join(stopped)}."
+            if stopped
+            else f"{title}:\n{command(engine, config, drafter.checkpoint.source)}"
         )
     for name in ("speculators", "transformers"):
         if stopped := LAYOUTS[name].inexpressible(config):
@@ -73,6 +69,26 @@ def describe(drafter: Drafter) -> str:
     if odd := oddities(drafter):
         parts.append("odd:\n" + "\n".join(f"- {sentence}" for sentence in odd))
     return "\n\n".join(parts)
+
+
+def served_as_it_is(drafter: Drafter) -> bool:
+    """Whether engines find all of it where they look, and read it as it is meant; an export puts it there otherwise."""
+    found, config = drafter.checkpoint, drafter.config
+    stated = found.config | (found.config.get("dflash_config") or {})
+    slides = [layer_type == SLIDING for layer_type in config.layer_types]
+    causal = found.config.get("is_causal")
+    return (
+        drafter.layout == "zlab"
+        and found.config.get("model_type") == "qwen3"
+        and found.config.get("architectures") == ["DFlashDraftModel"]
+        and found.config_path == found.folder / "config.json"
+        and set(found.tensors) == set(drafter.match.drafter)
+        and all(isinstance(t, Stored) and t.file.parent == found.folder for t in found.tensors.values())
+        and all(stated.get(name) is not None for name in (*DRAFTING, "num_target_layers"))
+        and not any(stated.get(name) for name in ("use_swa", "eagle_aux_hidden_state_layer_ids"))
+        and not (any(slides) and not found.config.get("use_sliding_window"))
+        and config.block_causal == (slides if causal is None else [causal] * len(slides))
+    )
 
 
 def oddities(drafter: Drafter) -> list[str]:

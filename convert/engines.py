@@ -36,6 +36,14 @@ def serve_command(engine: str, config: DFlashConfig, folder: str) -> str:
     raise ValueError(f"{engine!r} is none of the engines {list(TITLES)}.")
 
 
+def export_and_serve(engine: str, config: DFlashConfig, source: str) -> str:
+    """The two commands for a drafter in a layout that the engine does not read."""
+    exported = f"drafter-{engine}"
+    return (
+        f"dflash-hub export {shlex.quote(source)} {exported} --to {engine}\n{serve_command(engine, config, exported)}"
+    )
+
+
 def obstacles(engine: str, config: DFlashConfig) -> list[str]:
     """What the engine would compute in another way than the drafter was made for: a sentence each, empty if nothing.
 
@@ -78,5 +86,5 @@ def other_readers(config: DFlashConfig, folder: str) -> str:
         f"--spec-draft-n-max {config.block_size - 1}\n"
         f"MLX: dflash generate mlx --model {target} --draft REPOSITORY  (z-lab's package reads it from the Hub only)\n"
         f"TensorRT-LLM: LLM(..., speculative_config=DFlashDecodingConfig(max_draft_len={config.block_size - 1}, "
-        f'speculative_model="{folder}"))'
+        f"speculative_model={json.dumps(folder, ensure_ascii=False)}))"
     )

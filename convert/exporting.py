@@ -8,20 +8,16 @@ from pathlib import Path
 
 from ..configuration_dflash import DFlashConfig
 from ..hub_dflash import write_text
-from .checkpoint import tensors_of, write_tensors
+from .checkpoint import write_tensors
 from .engines import TITLES, TYPED, obstacles, remarks, serve_command
 from .folders import new_folder
 from .names import renamed
 from .reading import LAYOUTS, Target, read_drafter, read_target, target_tensors
 
-# What `--to` takes: the layout, and the engine that the folder is for.
-GOALS = {
-    "zlab": ("zlab", "zlab"),
-    "vllm": ("zlab", "vllm"),
-    "sglang": ("zlab", "sglang"),
-    "speculators": ("speculators", None),
-    "transformers": ("transformers", None),
-}
+# What `--to` takes: an engine that reads z-lab's layout, or a layout.
+GOALS = (*TITLES, *(name for name in LAYOUTS if name not in TITLES))
+# Beyond, engines cannot count positions.
+MOST_POSITIONS = 2**31 - 1
 
 
 @dataclass
@@ -65,7 +61,7 @@ def export_drafter(
     """
     if to not in GOALS:
         raise ValueError(f"--to {to!r} is none of {', '.join(GOALS)}.")
-    layout_name, engine = GOALS[to]
+    layout_name = "zlab" if to in TITLES else to
     layout = LAYOUTS[layout_name]
     drafter = read_drafter(source, target, revision)
     if drafter.match.borrowed:
@@ -74,7 +70,7 @@ def export_drafter(
             "target's."
         )
     config = lengthened(drafter.config, yarn, context_length)
-    stopped = obstacles(engine, config) if engine else layout.inexpressible(config)
+    stopped = obstacles(to, config) if to in TITLES else layout.inexpressible(config)
     if stopped:
         raise ValueError(f"{TITLES.get(to, layout.title)} cannot take this drafter: {'; '.join(stopped)}.")
 
@@ -92,19 +88,20 @@ def export_drafter(
                 f"the target {name!r} has {facts.layers} layers and {facts.vocabulary} tokens; the drafter was made for one "
                 f"with {config.num_target_layers} and {config.vocab_size}."
             )
-        copies = target_tensors(name)
+        copies = target_tensors(name, config)
         config.target_name_or_path = name
     written = layout.write(config, facts)
     _check_read_back(layout, config, written, facts)
     tensors = renamed(layout_name, drafter.match.drafter) | copies
     usage = _usage(to, config, str(destination))
     title = TITLES.get(to, layout.title)
-    exported = Exported(title, config, layout.not_carried, usage, ([TYPED] if engine else []) + remarks(to, config))
+    exported = Exported(
+        title, config, layout.not_carried, usage, ([TYPED] if to in TITLES else []) + remarks(to, config)
+    )
     with new_folder(destination, force) as folder:
         write_text(folder / "config.json", json.dumps(written, indent=2) + "\n")
         write_tensors(folder / "model.safetensors", tensors)
         write_text(folder / "README.md", _card(exported))
-        _check_written(folder / "model.safetensors", tensors)
     return exported
 
 
@@ -115,8 +112,8 @@ def lengthened(config: DFlashConfig, yarn: float | None, context_length: int | N
     if yarn is not None:
         if config.rope_parameters["rope_type"] != "default":
             raise ValueError(f"--yarn {yarn:g}: RoPE is scaled already ({config.rope_parameters}).")
-        if not yarn > 1:
-            raise ValueError(f"--yarn {yarn:g} must be a factor above 1.")
+        if not 1 < yarn <= MOST_POSITIONS / positions:
+            raise ValueError(f"--yarn {yarn:g} must be a factor above 1, for at most {MOST_POSITIONS} positions.")
         config.rope_parameters = {
             "rope_type": "yarn",
             "rope_theta": config.rope_parameters["rope_theta"],
@@ -129,6 +126,8 @@ def lengthened(config: DFlashConfig, yarn: float | None, context_length: int | N
             raise ValueError(
                 f"--context-length {context_length} is below the {positions} that the drafter was made for."
             )
+        if context_length > MOST_POSITIONS:
+            raise ValueError(f"--context-length {context_length} is above {MOST_POSITIONS}.")
         config.max_position_embeddings = context_length
     return config
 
@@ -144,22 +143,16 @@ def _check_read_back(layout, config: DFlashConfig, written: dict, facts: Target)
             )
 
 
-def _check_written(path: Path, tensors: dict):
-    there = {name: (tensor.code, tensor.shape) for name, tensor in tensors_of({path: None}).items()}
-    if there != {name: (tensor.code, tuple(tensor.shape)) for name, tensor in tensors.items()}:
-        raise ValueError(f"{path} does not hold what was written; the disk is full, or faulty.")
-
-
 def _usage(to: str, config: DFlashConfig, folder: str) -> str:
     target = config.target_name_or_path or "TARGET"
     if to == "speculators":
         return f"vllm serve {shlex.quote(folder)}"
     if to == "transformers":
         return (
-            f'drafter = AutoModel.from_pretrained("{folder}", dtype="auto")\n'
+            f'drafter = AutoModel.from_pretrained({json.dumps(folder, ensure_ascii=False)}, dtype="auto")\n'
             f'# with the target {target}:\ntarget.generate(**inputs, assistant_model=drafter, speculation_type="dflash")'
         )
-    return serve_command(GOALS[to][1], config, folder)
+    return serve_command(to, config, folder)
 
 
 def _card(exported: Exported) -> str:

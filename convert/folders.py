@@ -18,19 +18,26 @@ def new_folder(destination: str | Path, force: bool = False):
         raise FileExistsError(f"{destination} exists; choose another destination, or pass --force to replace it.")
     if destination.exists() and not (destination / "config.json").is_file():
         raise FileExistsError(f"{destination} exists and is no model folder (it has no config.json); not replacing it.")
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(dir=destination.parent, prefix=f".{destination.name}-"))
+    new_parents = [parent for parent in destination.parents if not parent.exists()]
     try:
-        filling = beside / "new"
-        filling.mkdir()
-        yield filling
-        if destination.exists():
-            destination.rename(beside / "old")
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(dir=destination.parent, prefix=f".{destination.name}-"))
         try:
-            filling.rename(destination)
-        except OSError:
-            if (beside / "old").exists():
-                (beside / "old").rename(destination)
-            raise
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+            filling = beside / "new"
+            filling.mkdir()
+            yield filling
+            if destination.exists():
+                destination.rename(beside / "old")
+            try:
+                filling.rename(destination)
+            except OSError:
+                if (beside / "old").exists():
+                    (beside / "old").rename(destination)
+                raise
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+    except BaseException:
+        for parent in new_parents:
+            with contextlib.suppress(OSError):  # somebody else put something there
+                parent.rmdir()
+        raise

@@ -1,12 +1,11 @@
 """From a target to a fresh drafter: config and weights, derived and explained."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from huggingface_hub import get_safetensors_metadata
-from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled
+from huggingface_hub.errors import HTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
@@ -14,6 +13,7 @@ from transformers.utils import cached_file
 from ..configuration_dflash import FULL, SLIDING, STATIC_ROPE_TYPES, DFlashConfig, spread_target_layer_ids
 from ..modeling_dflash import DFlashDraftModel
 from ..target_dflash import embedding_rows, embedding_width
+from .checkpoint import read_index, tensors_of
 from .folders import new_folder
 
 
@@ -66,9 +66,12 @@ def init_drafter(
     )
     reasons.append(reason)
     config = derive_config(skeleton, mask_id, layers, block_size, taps, window, reasons)
-    config.target_name_or_path = recorded_name(target)
-    config.target_revision = revision
-    config.target_chat = tokenizer.chat_template is not None
+    config = DFlashConfig.from_dict(
+        config.to_dict(),
+        target_name_or_path=recorded_name(target),
+        target_revision=revision,
+        target_chat=tokenizer.chat_template is not None,
+    )
     reasons += check_borrowed(target, skeleton, revision)
 
     with torch.device("meta"):
@@ -315,22 +318,24 @@ def _generation_ids(target: str, revision: str | None) -> set[int]:
 # The target's weights: checked, and copied where asked.
 
 
-def weight_files(target: str, revision: str | None) -> dict[str, str]:
+def weight_files(target: str, revision: str | None = None) -> dict[str, str]:
     """Tensor name to file, from the safetensors index or a file's header; empty where neither can be had.
 
     Of a repository on the Hub only headers are read: no weights are downloaded for it.
+
+    Raises:
+        ValueError: index or header are damaged; names the file.
     """
     folder = Path(target)
     if not folder.is_dir():
         try:
             return dict(get_safetensors_metadata(target, revision=revision).weight_map)
-        except (HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled, OSError):
+        except (NotASafetensorsRepoError, SafetensorsParsingError, HTTPError, OSError):
             return {}
     if (folder / "model.safetensors.index.json").is_file():
-        return json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+        return read_index(folder / "model.safetensors.index.json")
     if (folder / "model.safetensors").is_file():
-        with safe_open(folder / "model.safetensors", "pt") as file:
-            return dict.fromkeys(file.keys(), "model.safetensors")
+        return dict.fromkeys(tensors_of({folder / "model.safetensors": None}), "model.safetensors")
     return {}
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ..configuration_dflash import DFlashConfig
 from ..modeling_dflash import DFlashDraftModel, DFlashRotaryEmbedding
-from .checkpoint import Stored, Unpickled
+from .checkpoint import DTYPES, Stored, Unpickled
 
 # By format, the drafter's names that it spells in another way. All others are the same everywhere.
 RENAMED = {
@@ -97,23 +97,28 @@ def match(
         for fused, names in FUSED.items():
             if f".{fused}." in name:
                 parts = _split(name, tensor, fused, names, expected)
-        if name.endswith(ROPE_TABLE):
-            faults += _check_rope(full_name, tensor, config)
-            lines.append((full_name, "dropped: equal to what the config says"))
-        elif name in TRAINING_ONLY:
+        rope_table = name.endswith(ROPE_TABLE)
+        if name in TRAINING_ONLY:
             lines.append((full_name, "dropped: only training uses it"))
-        elif name in BORROWED:
-            borrowed[name] = tensor
-            lines.append((full_name, "dropped: the target's own, compared with it"))
-        elif not set(parts) <= set(expected):
+        elif not (rope_table or name in BORROWED or set(parts) <= set(expected)):
             part = next((part for piece, part in UNSUPPORTED_TENSORS.items() if piece in name), None)
             faults.append(f"{full_name} is {part}, which is not supported" if part else f"unexpected: {full_name}")
+        elif tensor.dtype is None:
+            faults.append(f"{full_name} is {tensor.code}; expected one of {', '.join(DTYPES)}")
+            found |= parts
+        elif rope_table:
+            faults += _check_rope(full_name, tensor, config)
+            lines.append((full_name, "dropped: equal to what the config says"))
+        elif name in BORROWED:
+            shape = [config.vocab_size, config.hidden_size]
+            if list(tensor.shape) != shape:
+                faults.append(f"{full_name} has shape {list(tensor.shape)}; the config says {shape}")
+            borrowed[name] = tensor
+            lines.append((full_name, "dropped: the target's own, compared with it"))
         else:
             for ours, piece in parts.items():
                 if ours in found:
                     faults.append(f"{full_name} is there a second time, as {found[ours].name}")
-                elif piece.dtype is None or not piece.dtype.is_floating_point:
-                    faults.append(f"{full_name} is {tensor.code}; expected one of F64, F32, F16, BF16")
                 elif tuple(piece.shape) != expected[ours]:
                     faults.append(f"{full_name} has shape {list(tensor.shape)}; the config says {list(expected[ours])}")
                 found[ours] = piece
@@ -149,8 +154,9 @@ def _split(name: str, tensor, fused: str, names: tuple[str, ...], expected: dict
 
 
 def _check_rope(name: str, tensor, config: DFlashConfig) -> list[str]:
-    table = DFlashRotaryEmbedding(config).inv_freq
-    theirs = tensor.whole().float()
-    if theirs.shape != table.shape or not torch.allclose(theirs, table.float(), rtol=0.02):
+    # Shapes first: either of the two may claim to be a giant.
+    if tuple(tensor.shape) != (config.head_dim // 2,):
+        return [f"{name} has shape {list(tensor.shape)}; the config says {[config.head_dim // 2]}"]
+    if not torch.allclose(tensor.whole().float(), DFlashRotaryEmbedding(config).inv_freq.float(), rtol=0.02):
         return [f"{name} holds other RoPE frequencies than the config states; one of the two is wrong"]
     return []

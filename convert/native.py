@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from ..configuration_dflash import DFlashConfig, read_config_dict
 from .zlab import NOT_CARRIED as ZLAB_NOT_CARRIED
-from .zlab import SCALES
+from .zlab import scales
 
 MODEL_TYPE = "muse_glimmer_assistant"
 NOT_CARRIED = (*ZLAB_NOT_CARRIED, "vocab_size", "num_target_layers", "attention_dropout", "initializer_range")
@@ -44,10 +44,10 @@ def inexpressible(config: DFlashConfig) -> list[str]:
         found.append(f"`block_causal` is {config.block_causal}; every layer is bidirectional there")
     if isinstance(config.eos_token_id, list):
         found.append(f"`eos_token_id` is the list {config.eos_token_id}; there it is one token")
-    for name, neutral in ({"attention_bias": False} | SCALES).items():
-        if getattr(config, name) != neutral:
-            found.append(f"`{name}` is {getattr(config, name)}; there is no place for it")
-    return found
+    biases = {"attention_bias": True} if config.attention_bias else {}
+    return found + [
+        f"`{name}` is {value}; there is no place for it" for name, value in (biases | scales(config)).items()
+    ]
 
 
 def write(config: DFlashConfig, facts) -> dict:

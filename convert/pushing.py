@@ -1,14 +1,14 @@
 """A folder of ours on the Hub: weights, code and card in one commit."""
 
+import shlex
 from pathlib import Path
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
 from ..hub_dflash import write_text
-from .card import RECORD, address_card
-from .reading import OURS, read_drafter
+from .card import RECORD, address_card, check_id
+from .reading import read_ours
 
 # What belongs to a drafter; a folder may hold more, from optimizer states to secrets.
 PATTERNS = (
@@ -18,7 +18,7 @@ PATTERNS = (
 
 
 def push_drafter(
-    folder: str | Path, repository: str, private: bool = True, dry_run: bool = False, revision: str | None = None
+    folder: str | Path, repository: str, private: bool = True, dry_run: bool = False
 ) -> tuple[list[str], str | None]:
     """Upload a drafter's folder in one commit; creates the repository if there is none.
 
@@ -30,18 +30,11 @@ def push_drafter(
         (files, url of the commit or None).
 
     Raises:
-        ValueError, OSError: the folder is no complete drafter of ours, or the Hub refuses.
+        ValueError, OSError: the folder is no complete drafter of ours, or the Hub refuses or cannot be reached.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise OSError(f"{folder} is no folder.")
-    try:
-        validate_repo_id(repository)
-    except HFValidationError as error:
-        raise ValueError(f"{repository!r} is no id of a repository: {error}") from error
-    drafter = read_drafter(str(folder))
-    if drafter.layout != OURS:
-        raise ValueError(f"{folder} is in another format ({drafter.layout}); `dflash-hub import` it first.")
+    read_ours(folder)
+    check_id(repository)
     files = sorted(
         {path.relative_to(folder).as_posix() for pattern in PATTERNS for path in folder.glob(pattern) if path.is_file()}
     )
@@ -49,7 +42,7 @@ def push_drafter(
     missing = [name for name in needed if name not in files]
     if missing:
         raise ValueError(
-            f"{folder} lacks {', '.join(missing)}; `dflash-hub import {folder} NEW` writes a complete folder."
+            f"{folder} lacks {', '.join(missing)}; `dflash-hub import {shlex.quote(str(folder))} NEW` writes a complete folder."
         )
     if dry_run:
         return files, None
@@ -62,9 +55,10 @@ def push_drafter(
             folder_path=folder,
             repo_id=repository,
             allow_patterns=files,
-            revision=revision,
             commit_message="Upload a DFlash drafter",
         )
     except HfHubHTTPError as error:
         raise OSError(f"the Hub refused: {error}") from error
+    except HTTPError as error:
+        raise OSError(f"the Hub cannot be reached: {error}") from error
     return files, commit.commit_url

@@ -1,5 +1,6 @@
 """From a checkpoint of any format that is known to a drafter: its config and, by our names, its tensors."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from transformers.utils import cached_file
 
 from ..configuration_dflash import DFlashConfig, read_config_dict
 from . import native, speculators, zlab
-from .checkpoint import Checkpoint, Stored, open_checkpoint, tensors_of
+from .checkpoint import DTYPES, Checkpoint, Stored, in_a_line, open_checkpoint, tensors_of
 from .init import borrowed_names, recorded_name, target_skeleton, weight_files
 from .names import Match, expected_shapes, match
 
@@ -63,13 +64,15 @@ class Drafter:
     checkpoint: Checkpoint
 
 
-def read_target(name: str, revision: str | None = None) -> Target:
+def read_target(name: str) -> Target:
     try:
-        config = AutoConfig.from_pretrained(name, revision=revision)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read the config of the target {name!r}; pass --target. ({error})") from error
-    text = config.get_text_config(decoder=True)
-    return Target(name, text.num_hidden_layers, text.vocab_size, config.architectures or [])
+        config = AutoConfig.from_pretrained(name)
+        text = config.get_text_config(decoder=True)
+        return Target(name, text.num_hidden_layers, text.vocab_size, config.architectures or [])
+    except Exception as error:  # transformers raises many kinds for a value that makes no sense
+        raise ValueError(
+            f"cannot read the config of the target {name!r}; pass --target. ({in_a_line(error)})"
+        ) from error
 
 
 def read_drafter(
@@ -105,16 +108,31 @@ def read_drafter(
         facts = read_target(name)
     try:
         fields = read_config_dict(config) if layout == OURS else LAYOUTS[layout].read(config, facts)
+        if target is not None and not (Path(target).is_dir() and fields.get("target_name_or_path")):
+            fields = fields | {"target_name_or_path": recorded_name(target)}
         drafter_config = DFlashConfig.from_dict(fields)
         expected = expected_shapes(drafter_config)
     except Exception as error:  # transformers and torch raise many kinds for a value that makes no sense
-        raise ValueError(f"the config of {source!r} cannot be used: {' '.join(str(error).split())}") from error
+        raise ValueError(f"the config of {source!r} cannot be used: {in_a_line(error)}") from error
     found = match(layout, checkpoint.tensors, expected, drafter_config, source)
     # What lies in the file is what counts: the stated type may be another one, or none.
     drafter_config.dtype = _main_dtype(found)
-    if target is not None and not (Path(target).is_dir() and drafter_config.target_name_or_path):
-        drafter_config.target_name_or_path = recorded_name(target)
     return Drafter(layout, drafter_config, found, checkpoint)
+
+
+def read_ours(folder: str | Path) -> Drafter:
+    """A drafter in a folder of our own layout.
+
+    Raises:
+        OSError: there is no folder.
+        ValueError: see `read_drafter`, or it is of another layout.
+    """
+    if not Path(folder).is_dir():
+        raise OSError(f"{folder} is no folder.")
+    drafter = read_drafter(str(folder))
+    if drafter.layout != OURS:
+        raise ValueError(f"{folder} is in another format ({drafter.layout}); `dflash-hub import` it first.")
+    return drafter
 
 
 def recognise(config: dict, source: str) -> str:
@@ -134,48 +152,61 @@ def _main_dtype(found: Match) -> torch.dtype:
     """The type of most elements: norms may be kept in another one."""
     elements = {}
     for tensor in found.drafter.values():
-        elements[tensor.dtype] = elements.get(tensor.dtype, 0) + torch.Size(tensor.shape).numel()
+        elements[tensor.dtype] = elements.get(tensor.dtype, 0) + math.prod(tensor.shape)
     return max(elements, key=elements.get)
 
 
-def target_tensors(target: str, revision: str | None = None) -> dict[str, Stored]:
+def target_tensors(target: str, config: DFlashConfig) -> dict[str, Stored]:
     """`embed_tokens.weight` and `lm_head.weight` as they lie in the target's files; one tensor twice where they are tied.
 
+    Args:
+        config: of the drafter that is to borrow them.
+
     Raises:
-        ValueError: they cannot be found there.
+        ValueError: they cannot be found there, are of no float type, or have another shape than the drafter was made for.
     """
-    skeleton = target_skeleton(AutoConfig.from_pretrained(target, revision=revision))
-    files = weight_files(target, revision)
+    try:
+        skeleton = target_skeleton(AutoConfig.from_pretrained(target))
+    except Exception as error:  # as above
+        raise ValueError(f"the config of the target {target!r} cannot be used: {in_a_line(error)}") from error
+    files = weight_files(target)
     embedding, head = borrowed_names(skeleton, files)
     tied = skeleton.config.get_text_config(decoder=True).tie_word_embeddings
     head = embedding if tied else head
     if embedding is None or head is None:
         raise ValueError(f"no embedding and head in the safetensors files of the target {target!r}.")
-    return {
-        "embed_tokens.weight": _stored(target, revision, files, embedding),
-        "lm_head.weight": _stored(target, revision, files, head),
+    found = {
+        "embed_tokens.weight": _stored(target, files, embedding),
+        "lm_head.weight": _stored(target, files, head),
     }
+    for tensor in found.values():
+        if tensor.shape != (config.vocab_size, config.hidden_size):
+            raise ValueError(
+                f"{tensor.name} of the target {target!r} has shape {list(tensor.shape)}; the drafter was made for one of "
+                f"{[config.vocab_size, config.hidden_size]}."
+            )
+    return found
 
 
-def _stored(target: str, revision: str | None, files: dict[str, str], name: str) -> Stored:
-    path = Path(cached_file(target, files[name], revision=revision))
-    return tensors_of({path: None})[name]
+def _stored(target: str, files: dict[str, str], name: str) -> Stored:
+    path = Path(cached_file(target, files[name]))
+    stored = tensors_of({path: None}).get(name)
+    if stored is None:
+        raise ValueError(f"{path}: {name} is in the index, but not in the file.")
+    if stored.dtype is None:
+        raise ValueError(f"{name} of the target {target!r} is {stored.code}; expected one of {', '.join(DTYPES)}.")
+    return stored
 
 
-def check_borrowed(drafter: Drafter, target: str, revision: str | None = None):
+def check_borrowed(drafter: Drafter, target: str):
     """Compare copies of the target's tensors with the target's.
 
     Raises:
         ValueError: one differs, or the target's files cannot be read; names it.
     """
-    theirs = target_tensors(target, revision)
+    theirs = target_tensors(target, drafter.config)
     for name, copy in drafter.match.borrowed.items():
-        original = theirs[name]
-        if tuple(copy.shape) != tuple(original.shape):
-            raise ValueError(
-                f"{name} has shape {list(copy.shape)}, in the target {target!r} it is {list(original.shape)}."
-            )
-        for here, there in _side_by_side(copy, original):
+        for here, there in _side_by_side(copy, theirs[name]):
             if not torch.equal(here, there.to(here.dtype)):
                 raise ValueError(
                     f"{name} differs from that of the target {target!r}: the drafter has one of its own, which is not "

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from ..configuration_dflash import FULL, SLIDING, DFlashConfig, read_config_dict
 from .zlab import NOT_CARRIED as ZLAB_NOT_CARRIED
-from .zlab import SCALES, decoder_config
+from .zlab import decoder_config, scales
 
 VERSION = "0.9.0"
 # It names the target, but no revision and no mode.
@@ -96,10 +96,7 @@ def inexpressible(config: DFlashConfig) -> list[str]:
         found.append(f"`block_causal` is {config.block_causal}; full layers are always bidirectional there")
     if len(set(sliding)) > 1:
         found.append(f"`block_causal` is {config.block_causal}; all sliding layers share one value there")
-    for name, neutral in SCALES.items():
-        if getattr(config, name) != neutral:
-            found.append(f"`{name}` is {getattr(config, name)}; there is no place for it")
-    return found
+    return found + [f"`{name}` is {value}; there is no place for it" for name, value in scales(config).items()]
 
 
 def write(config: DFlashConfig, facts) -> dict:
@@ -107,6 +104,7 @@ def write(config: DFlashConfig, facts) -> dict:
 
     vLLM takes `sliding_window_non_causal` for all layers, also full ones, so a drafter without sliding layers says true.
     """
+    decoder = decoder_config(config)
     greedy = {
         "proposal_type": "greedy",
         "speculative_tokens": config.block_size - 1,
@@ -123,7 +121,7 @@ def write(config: DFlashConfig, facts) -> dict:
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": facts.name, "architectures": facts.architectures},
         },
-        "transformer_layer_config": decoder_config(config),
+        "transformer_layer_config": decoder,
         "draft_vocab_size": config.vocab_size,
         "block_size": config.block_size,
         "target_hidden_size": None,
@@ -131,5 +129,5 @@ def write(config: DFlashConfig, facts) -> dict:
         "mask_token_id": config.mask_token_id,
         "sliding_window_non_causal": not any(config.block_causal),
         "sample_from_anchor": False,
-        "dtype": decoder_config(config)["dtype"],
+        "dtype": decoder["dtype"],
     }

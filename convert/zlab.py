@@ -49,10 +49,7 @@ def inexpressible(config: DFlashConfig) -> list[str]:
 
 def write(config: DFlashConfig, facts) -> dict:
     """config.json in z-lab's spelling; block size, taps, mask token and RoPE in every place where some reader looks."""
-    nested = {name: getattr(config, name) for name in DRAFTING}
-    for name, neutral in SCALES.items():
-        if getattr(config, name) != neutral:
-            nested[name] = getattr(config, name)
+    nested = {name: getattr(config, name) for name in DRAFTING} | scales(config)
     written = {
         "architectures": ["DFlashDraftModel"],
         **decoder_config(config),
@@ -64,6 +61,11 @@ def write(config: DFlashConfig, facts) -> dict:
     if len(set(config.block_causal)) == 1:
         written["is_causal"] = nested["causal"] = config.block_causal[0]
     return written
+
+
+def scales(config: DFlashConfig) -> dict:
+    """The scales of a drafter that do something."""
+    return {name: getattr(config, name) for name, neutral in SCALES.items() if getattr(config, name) != neutral}
 
 
 def decoder_config(config: DFlashConfig) -> dict:

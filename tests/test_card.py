@@ -7,6 +7,8 @@ import pytest
 import torch
 from conftest import tiny_drafter, tiny_target
 from dflash_hub.convert.card import YOURS, write_card
+from dflash_hub.convert.exporting import export_drafter
+from dflash_hub.hub_dflash import CARD_MARK
 from huggingface_hub import ModelCard
 
 RECORD = {
@@ -27,6 +29,7 @@ RECORD = {
         },
     },
 }  # fmt: skip
+RESULT = {name: value for name, value in RECORD["result"].items() if name != "evaluation"}
 SUMMARY = {
     "settings": {
         "target": "org/target", "drafter": "here", "dtype": "torch.float32", "generation": {"do_sample": False},
@@ -105,18 +108,86 @@ def test_a_card_that_someone_wrote_is_not_replaced(folder):
     ("name", "content", "sentence"),
     (
         ("training_record.json", "{", "is no JSON"),
-        ("training_record.json", "[]", "must hold command, data"),
-        ("summary.json", '{"rows": []}', "must hold settings, provenance, rows"),
+        ("training_record.json", "[]", "must hold a JSON object, it holds a list"),
+        ("training_record.json", "{}", "training_record.json is not as dflash-hub writes it: KeyError, 'data'"),
+        ("training_record.json", json.dumps(RECORD | {"data": 5}), "is not as dflash-hub writes it"),
+        (
+            "training_record.json",
+            json.dumps(RECORD | {"result": {"evaluation": [1]} | RESULT}),
+            "is not as dflash-hub writes",
+        ),
+        ("summary.json", '{"rows": []}', "summary.json is not as dflash-hub writes it: KeyError, 'settings'"),
+        ("summary.json", json.dumps(SUMMARY | {"rows": [{"set": "x"}]}), "KeyError, 'method'"),
+        ("summary.json", json.dumps(SUMMARY | {"rows": 5}), "is not as dflash-hub writes it"),
+        (
+            "summary.json",
+            json.dumps(SUMMARY | {"settings": SUMMARY["settings"] | {"dtype": None}}),
+            "is not as dflash-hub",
+        ),
         ("summary.json", None, "no benchmark summary at"),
+        ("config.json", "{", "config.json is no JSON"),
+        ("config.json", '{"model_type": "llama"}', "is of no format that is known"),
+        ("config.json", '{"model_type": "dflash", "hidden_size": "many"}', "cannot be used"),
+        ("model.safetensors", "", "unreadable"),
     ),
 )
-def test_bad_records_stop_with_a_sentence(name, content, sentence, folder):
+def test_bad_files_stop_with_a_sentence(name, content, sentence, folder):
     before = (folder / "README.md").read_text()
     if content is not None:
         (folder / name).write_text(content)
     with pytest.raises(ValueError, match=sentence):
         write_card(folder, [folder / "summary.json"] if name == "summary.json" else ())
     assert (folder / "README.md").read_text() == before
+
+
+@pytest.mark.parametrize(
+    "front",
+    (
+        b"[1, 2]",
+        b"5: x",
+        b"tags: 5",
+        b"a: [",
+        b"tags: [{a: 1}, [2]]\nmodel-index: 5",
+        b"license: \xff",
+        b"eval_results: 7",
+    ),
+)
+def test_odd_front_matter_is_kept_or_refused(front, folder):
+    path = folder / "README.md"
+    path.write_bytes(b"---\n" + front + b"\n---\n" + CARD_MARK.encode() + b"\n")
+    before = path.read_bytes()
+    try:
+        write_card(folder)
+    except ValueError as error:
+        assert f"{path} is not as dflash-hub writes it" in str(error) and path.read_bytes() == before
+
+
+def test_one_word_for_tags_is_a_tag(folder):
+    write_card(folder)
+    path = folder / "README.md"
+    path.write_text(f"---\ntags: mine\n---\n{CARD_MARK}\n")
+    tags = ModelCard(write_card(folder)).data.to_dict()["tags"]
+    assert "mine" in tags and "m" not in tags
+
+
+def test_only_a_folder_of_ours_has_a_card(folder, tmp_path):
+    export_drafter(str(folder), tmp_path / "zlab")
+    before = (tmp_path / "zlab" / "README.md").read_text()
+    with pytest.raises(ValueError, match=r"is in another format \(zlab\); `dflash-hub import` it first"):
+        write_card(tmp_path / "zlab", force=True)
+    assert (tmp_path / "zlab" / "README.md").read_text() == before
+    with pytest.raises(OSError, match="is no folder"):
+        write_card(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="is no id of a repository"):
+        write_card(folder, repository='a"b')
+
+
+def test_the_limits_state_positions_and_how_to_pin(folder):
+    limits = write_card(folder).split("## Limits")[1]
+    assert "Made for 512 positions" in limits and "one target above" in limits
+    assert 'AutoModel.from_pretrained("REPOSITORY", revision="COMMIT", trust_remote_code=True)' in limits
+    limits = write_card(folder, repository="org/d").split("## Limits")[1]
+    assert 'AutoModel.from_pretrained("org/d", revision="COMMIT", trust_remote_code=True)' in limits
 
 
 def test_what_no_engine_can_serve_is_said(tmp_path):

@@ -68,6 +68,13 @@ FULL, SLIDING = "full_attention", "sliding_attention"
         ({"attention_sink_bias": True}, "attention sinks"),
         ({"selector_rank": 256}, "path selector of DFlash 2"),
         ({"draft_vocab_size": 32000}, "reduced draft vocabulary"),
+        ({"target_name_or_path": 5}, "`target_name_or_path` must be a name in one line"),
+        ({"target_name_or_path": [1]}, "`target_name_or_path` must be a name in one line"),
+        ({"target_name_or_path": {}}, "`target_name_or_path` must be a name in one line"),
+        ({"target_name_or_path": "org/a\nb"}, "`target_name_or_path` must be a name in one line"),
+        ({"target_name_or_path": 'org/"); evil("'}, "`target_name_or_path` must be a name in one line, without quotes"),
+        ({"target_revision": 7}, "`target_revision` must be a name in one line"),
+        ({"target_revision": "`x`"}, "`target_revision` must be a name in one line, without quotes"),
     ),
 )
 def test_impossible_values_are_refused_when_the_config_is_made(overrides, sentence):

@@ -1,6 +1,7 @@
 """Every ecosystem in and out: recognised, carried bit for bit, or refused by name."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -110,7 +111,17 @@ def test_round_trips_through_every_pair_of_formats(kind, tmp_path, target_folder
             assert (tmp_path / f"{first}-{second}" / "model.safetensors").read_bytes() == (
                 tmp_path / second / "model.safetensors"
             ).read_bytes()
+            assert stated(tmp_path / f"{first}-{second}", first) == stated(tmp_path / second, first)
             shutil.rmtree(tmp_path / f"{first}-{second}")
+
+
+def stated(folder, first: str) -> dict:
+    """All of a config.json but what the format that it came through has no place for."""
+    config = json.loads((folder / "config.json").read_text())
+    decoder = config.get("transformer_layer_config", config)
+    for name in set(LAYOUTS[first].not_carried) - {"vocab_size", "num_target_layers"}:  # these come from the target
+        decoder.pop(name, None)
+    return config
 
 
 def test_the_table_of_names_has_an_inverse():
@@ -150,11 +161,12 @@ def test_tensors_of_several_types_stay_as_they_are(tmp_path):
 # In: how each stack writes.
 
 
-def test_nemo_automodel(tmp_path):
-    """Its class name, `is_causal: false`, consolidated shards in an inner folder."""
+@pytest.mark.parametrize("home", ("model/consolidated", "model"))
+def test_nemo_automodel(home, tmp_path):
+    """Its class name, `is_causal: false`, shards in an inner folder."""
     drafter = drafter_of(tmp_path / "ours", "sliding, bidirectional")
     export_drafter(str(tmp_path / "ours"), tmp_path / "nemo")
-    inner = tmp_path / "nemo" / "model" / "consolidated"
+    inner = tmp_path / "nemo" / home
     inner.mkdir(parents=True)
     rewrite(tmp_path / "nemo", lambda c: c.update(architectures=["Qwen3DFlashDraftModel"]))
     tensors = load_file(tmp_path / "nemo" / "model.safetensors")
@@ -186,6 +198,44 @@ def test_model_optimizer(tmp_path):
     rewrite(tmp_path / "modelopt", spell)
     rename_tensors(tmp_path / "modelopt", lambda name: f"module.dflash_module.{name}")
     import_drafter(str(tmp_path / "modelopt"), tmp_path / "back")
+    assert_same(tmp_path / "back", drafter)
+
+
+def test_specforge(tmp_path):
+    """What its exporter writes: taps and mask token nested, the block at the top, RoPE in both spellings, no causality."""
+    drafter = drafter_of(tmp_path / "ours", "mixed")
+    export_drafter(str(tmp_path / "ours"), tmp_path / "specforge")
+
+    def spell(config):
+        for name in ("mask_token_id", "target_layer_ids", "use_cache"):
+            del config[name]
+        del config["dflash_config"]["block_size"]
+        config |= {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "torch_dtype": config.pop("dtype")}
+        return config
+
+    rewrite(tmp_path / "specforge", spell)
+    import_drafter(str(tmp_path / "specforge"), tmp_path / "back")
+    assert_same(tmp_path / "back", drafter)
+
+
+@pytest.mark.parametrize(("left_out", "theta"), ((("rope_theta", "rope_scaling"), 1e6), (("rope_parameters",), 1e6)))
+def test_rope_in_one_spelling_only(left_out, theta, tmp_path):
+    drafter = drafter_of(tmp_path / "ours", "bias, yarn")
+    export_drafter(str(tmp_path / "ours"), tmp_path / "zlab")
+    rewrite(tmp_path / "zlab", lambda c: {name: value for name, value in c.items() if name not in left_out})
+    done = import_drafter(str(tmp_path / "zlab"), tmp_path / "back")
+    assert_same(tmp_path / "back", drafter)
+    assert done.config.rope_parameters["rope_theta"] == theta
+
+
+def test_an_ordinary_pickle(tmp_path):
+    drafter = drafter_of(tmp_path / "ours")
+    export_drafter(str(tmp_path / "ours"), tmp_path / "zlab")
+    torch.save(drafter.state_dict(), tmp_path / "zlab" / "pytorch_model.bin")
+    (tmp_path / "zlab" / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="pytorch_model.bin is a pickle, .* pass --allow-pickle"):
+        import_drafter(str(tmp_path / "zlab"), tmp_path / "back")
+    import_drafter(str(tmp_path / "zlab"), tmp_path / "back", allow_pickle=True)
     assert_same(tmp_path / "back", drafter)
 
 
@@ -365,6 +415,11 @@ def test_copies_of_another_target_are_refused(tmp_path, target_folder):
         ("layers.0.self_attn.g_proj.weight", (4, 32), "Laguna's gates on the attention"),
         ("aux_hidden_norms.0.weight", (32,), "Laguna's norms on the tapped features"),
         ("d2t", (16,), "a reduced draft vocabulary"),
+        ("t2d", (97,), "t2d is a reduced draft vocabulary"),
+        ("embed_proj.weight", (8, 32), "Domino's GRU head"),
+        ("logit_head.weight", (8, 32), "an older Domino or DSpark head"),
+        ("layers.0.mlp.up_proj.weight_scale", (1,), "quantised weights"),
+        ("midlayer.mlp.up_proj.weight", (8, 32), "a layer of EAGLE"),
         ("fc.bias", (32,), "a bias on the context projection"),
         ("something.weight", (2,), "unexpected: something.weight"),
     ),
@@ -386,6 +441,11 @@ def test_parts_of_other_networks_are_refused_by_name(name, shape, part, tmp_path
         (lambda c: c.update(partial_rotary_factor=0.5), "partial rotary"),
         (lambda c: c["dflash_config"].update(attention_value_scale=0.612), "a scale on attention values"),
         (lambda c: c.update(use_gemma_norm=True), "multiply by 1"),
+        (lambda c: c["dflash_config"].update(projector_type="domino"), "a Domino or DSpark head"),
+        (lambda c: c["dflash_config"].update(gru_hidden_dim=64), "Domino's GRU head"),
+        (lambda c: c["dflash_config"].update(markov_rank=8), "DSpark's Markov head"),
+        (lambda c: c["dflash_config"].update(enable_confidence_head=True), "DSpark's confidence head"),
+        (lambda c: c["dflash_config"].update(shift_label=True), "shifted labels"),
         (lambda c: c.update(dflash_config=[1]), "`dflash_config` must be a dictionary"),
     ),
 )
@@ -430,8 +490,12 @@ def test_a_folder_of_ours_is_written_anew(tmp_path):
 def test_a_newer_format_is_refused_with_what_to_do(tmp_path):
     drafter_of(tmp_path / "ours")
     rewrite(tmp_path / "ours", lambda c: c.update(format_version=2))
-    with pytest.raises(ValueError, match=r"`format_version` is 2, this code reads 1. .* newer dflash-hub"):
-        DFlashDraftModel.from_pretrained(tmp_path / "ours")
+    for read in (DFlashDraftModel.from_pretrained, lambda f: import_drafter(str(f), tmp_path / "new")):
+        with pytest.raises(
+            ValueError, match=r"`format_version` is 2, this code reads 1. .* newer dflash-hub"
+        ) as refused:
+            read(tmp_path / "ours")
+        assert "dflash-hub import" not in str(refused.value)  # it would fail in the same way
 
 
 def test_other_files_beside_the_weights_are_none_of_a_drafters(tmp_path):
@@ -518,8 +582,28 @@ def test_what_an_engine_would_compute_in_another_way_stops_the_export(to, fields
     assert not (tmp_path / "out").exists()
 
 
-def test_every_goal_has_a_layout():
-    assert {layout for layout, _ in GOALS.values()} == set(LAYOUTS)
+def test_several_end_tokens_are_one_too_many_for_transformers(tmp_path):
+    drafter_of(tmp_path / "ours", eos_token_id=[1, 2])
+    with pytest.raises(ValueError, match=r"`eos_token_id` is the list \[1, 2\]; there it is one token"):
+        export_drafter(str(tmp_path / "ours"), tmp_path / "out", "transformers")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", GOALS)
+def test_the_folder_says_how_it_is_used(to, tmp_path, target_folder):
+    """Also where its name needs quotes."""
+    drafter_of(tmp_path / "ours", target_name_or_path=target_folder)
+    out = tmp_path / "it's out"
+    done = export_drafter(str(tmp_path / "ours"), out, to)
+    assert done.usage in (out / "README.md").read_text()
+    if to == "transformers":
+        assert f'AutoModel.from_pretrained("{out}", dtype="auto")' in done.usage
+        compile(done.usage, "usage", "exec")
+    else:
+        words = shlex.split(done.usage.replace("\\\n", ""))
+        assert any(str(out) in word for word in words) and (to == "speculators" or target_folder in words)
+    if to == "speculators":
+        assert words == ["vllm", "serve", str(out)]
 
 
 def test_the_speculators_layout_needs_the_right_target(tmp_path, target_folder):

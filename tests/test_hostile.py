@@ -7,6 +7,7 @@ import struct
 import pytest
 import torch
 from conftest import tiny_drafter, tiny_target
+from dflash_hub import cli
 from dflash_hub.convert import checkpoint as checkpoint_module
 from dflash_hub.convert.checkpoint import open_checkpoint, write_tensors
 from dflash_hub.convert.exporting import export_drafter
@@ -26,6 +27,10 @@ def resave(folder, change):
     tensors = load_file(folder / "model.safetensors")
     tensors = change(tensors) or tensors
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def add(folder, **tensors):
+    resave(folder, lambda t: t.update(tensors))
 
 
 def header(entries: dict, data: bytes = b"") -> bytes:
@@ -89,6 +94,9 @@ BROKEN = {
         lambda f: resave(f, lambda t: t.update({"model.norm.weight": t["norm.weight"].clone()})),
         "is there a second time",
     ),
+    "a scalar RoPE table": (lambda f: add(f, **{"rotary_emb.inv_freq": torch.tensor(1.0)}), r"inv_freq has shape \[\]; the config says \[4\]"),
+    "an empty RoPE table": (lambda f: add(f, **{"rotary_emb.inv_freq": torch.zeros(0)}), r"inv_freq has shape \[0\]; the config says \[4\]"),
+    "a RoPE table of integers": (lambda f: add(f, **{"rotary_emb.inv_freq": torch.ones(4, dtype=torch.int64)}), "inv_freq is I64; expected one of"),
     "half a config": (write("config.json", '{"model_type": "qw'), "config.json is no JSON, truncated perhaps"),
     "a list for a config": (write("config.json", "[1]"), "must hold a JSON object, it holds a list"),
     "a config without end": (write("config.json", '{"a":' * 20000 + "1" + "}" * 20000), "is no JSON|of no format"),
@@ -226,6 +234,124 @@ def test_a_pickle_that_runs_code_is_refused(zlab, tmp_path):
     (state / "training_state.pt").write_bytes(b"PK\x03\x04 no zip")
     with pytest.raises(ValueError, match="cannot be read with `weights_only`"):
         import_drafter(str(state), tmp_path / "b", config_file=str(zlab / "config.json"), allow_pickle=True)
+
+
+@pytest.mark.parametrize(
+    ("state", "sentence"),
+    (
+        (lambda t: {5: t["fc.weight"]}, "holds a tensor under 5; expected its name"),
+        (lambda t: t | {"fc.weight": t["fc.weight"].to(torch.float8_e4m3fn)}, "fc.weight is torch.float8_e4m3fn; expected one of"),
+        (lambda t: t | {"fc.weight": t["fc.weight"].to_sparse()}, "fc.weight is a torch.sparse_coo tensor"),
+        (lambda t: t | {"fc.weight": t["fc.weight"].to("meta")}, "fc.weight is a meta tensor"),
+        (lambda t: t | {"fc.weight": torch.tensor(1.0)}, r"fc.weight has shape \[\]"),
+        (lambda t: {}, "holds no dictionary of tensors"),
+        (lambda t: {"draft_state_dict": 5}, "holds no dictionary of tensors"),
+    ),
+)  # fmt: skip
+def test_a_pickle_of_odd_tensors_is_refused(state, sentence, zlab, tmp_path):
+    torch.save(state(load_file(zlab / "model.safetensors")), zlab / "pytorch_model.bin")
+    (zlab / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=sentence):
+        import_drafter(str(zlab), tmp_path / "back", allow_pickle=True)
+    assert not (tmp_path / "back").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Targets, of which speculators folders carry copies.
+
+
+@pytest.fixture
+def pair(tmp_path):
+    tiny_target("llama").save_pretrained(tmp_path / "target")
+    tiny_drafter(target_name_or_path=str(tmp_path / "target")).save_pretrained(tmp_path / "ours")
+    return tmp_path / "target", tmp_path / "ours"
+
+
+def config_of(folder, **changes):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def head(folder, change):
+    resave(folder, lambda t: t.update({"lm_head.weight": change(t["lm_head.weight"])}))
+
+
+BROKEN_TARGETS = {
+    "truncated weights": (BROKEN["truncated weights"][0], "model.safetensors is unreadable"),
+    "an index without a map": (write("model.safetensors.index.json", "{}"), "has no `weight_map`"),
+    "an index that is a list": (write("model.safetensors.index.json", "[]"), "must hold a JSON object"),
+    "an index that leaves the folder": (index({"lm_head.weight": "../x.safetensors"}), "names a file outside of its folder"),
+    "an index to nowhere": (
+        index({"lm_head.weight": "no.safetensors", "model.embed_tokens.weight": "no.safetensors"}), "no.safetensors"
+    ),
+    "an index that promises too much": (
+        lambda f: (index({"lm_head.weight": "model.safetensors", "model.embed_tokens.weight": "model.safetensors"})(f),
+                   resave(f, lambda t: {n: v for n, v in t.items() if n != "lm_head.weight"})),
+        "lm_head.weight is in the index, but not in the file",
+    ),
+    "a head of integers": (lambda f: head(f, lambda t: t.to(torch.int8)), "lm_head.weight of the target .* is I8; expected one of"),
+    "a head of another shape": (lambda f: head(f, lambda t: t[:-1].clone()), r"lm_head.weight of the target .* has shape \[96, 32\]"),
+    "a head of one dimension": (lambda f: head(f, lambda t: t[0].clone()), r"has shape \[32\]; the drafter was made for one of \[97, 32\]"),
+    "layers in words": (lambda f: config_of(f, num_hidden_layers="four"), "cannot read the config of the target"),
+    "no config": (lambda f: (f / "config.json").unlink(), "cannot read the config of the target"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN_TARGETS)
+def test_a_broken_target_stops_the_export_to_speculators(name, pair, tmp_path):
+    break_it, sentence = BROKEN_TARGETS[name]
+    target, ours = pair
+    break_it(target)
+    with pytest.raises((ValueError, OSError), match=sentence):
+        export_drafter(str(ours), tmp_path / "new" / "out", "speculators")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "target"]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    (
+        (lambda t: t.to(torch.int8), "embed_tokens.weight is I8; expected one of"),
+        (lambda t: t.to(torch.float8_e4m3fn), "embed_tokens.weight is F8_E4M3; expected one of"),
+        (lambda t: t[:, :-1].clone(), r"embed_tokens.weight has shape \[97, 31\]; the config says \[97, 32\]"),
+        (lambda t: t[0].clone(), r"embed_tokens.weight has shape \[32\]; the config says"),
+    ),
+)
+def test_broken_copies_stop_the_import_of_a_speculators_folder(change, sentence, pair, tmp_path):
+    export_drafter(str(pair[1]), tmp_path / "out", "speculators")
+    resave(tmp_path / "out", lambda t: t.update({"embed_tokens.weight": change(t["embed_tokens.weight"])}))
+    for check_target in (True, False):
+        with pytest.raises(ValueError, match=sentence):
+            import_drafter(str(tmp_path / "out"), tmp_path / "back", check_target=check_target)
+
+
+@pytest.mark.parametrize("yarn", (float("inf"), float("nan"), 1e308, 1e9))
+def test_impossible_factors_stop_the_export(yarn, pair, tmp_path):
+    with pytest.raises(ValueError, match=r"--yarn \S+ must be a factor above 1, for at most 2147483647 positions"):
+        export_drafter(str(pair[1]), tmp_path / "out", yarn=yarn)
+    with pytest.raises(ValueError, match="--context-length 1000000000000 is above"):
+        export_drafter(str(pair[1]), tmp_path / "out", context_length=10**12)
+
+
+def test_the_name_of_a_target_that_could_not_be_read_back_is_not_recorded(zlab, tmp_path):
+    with pytest.raises(ValueError, match="`target_name_or_path` must be a name in one line, without quotes"):
+        import_drafter(str(zlab), tmp_path / "back", target='my "best" model')
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_command_ends_with_a_sentence_and_an_exit_code(zlab, tmp_path, monkeypatch, capsys):
+    """One of each command, through the entry point."""
+    add(zlab, **{"rotary_emb.inv_freq": torch.tensor(1.0)})
+    config_of(tmp_path / "ours", target_name_or_path=[1])
+    for arguments in (
+        ("import", "zlab", "new/back"), ("inspect", "zlab"), ("card", "ours"), ("push", "ours", "me/d"), ("inspect", "ours"),
+        ("export", "ours", "new/out", "--to", "speculators"),
+    ):  # fmt: skip
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("sys.argv", ["dflash-hub", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        assert str(stopped.value).startswith("dflash-hub: ") and len(str(stopped.value).splitlines()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "zlab"]
 
 
 def test_the_writer_gives_what_the_library_gives(tmp_path, monkeypatch):

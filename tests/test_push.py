@@ -3,14 +3,18 @@
 import json
 
 import pytest
+import torch
 from conftest import CODE, ROOT, tiny_drafter
 from dflash_hub.cli import app
 from dflash_hub.convert.card import write_card
 from dflash_hub.convert.description import describe
 from dflash_hub.convert.exporting import export_drafter
+from dflash_hub.convert.init import weight_files
 from dflash_hub.convert.pushing import push_drafter
 from dflash_hub.convert.reading import read_drafter
 from fake_hub import fake_hub
+from huggingface_hub import constants, hf_api
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -88,6 +92,29 @@ def test_what_is_not_pushed(folder, tmp_path):
         push_drafter(tmp_path / "nowhere", "me/d")
 
 
+def test_a_hub_that_cannot_be_reached(folder, monkeypatch):
+    monkeypatch.setattr(hf_api.api, "endpoint", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(OSError, match="the Hub cannot be reached"):
+        push_drafter(folder, "me/d")
+    assert weight_files("me/target") == {}
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(OSError, match="(?i)offline"):
+        push_drafter(folder, "me/d")
+    assert weight_files("me/target") == {}
+
+
+def test_commands_that_are_printed_can_be_pasted(folder, tmp_path):
+    """Also where a folder's name has a space."""
+    ours = tmp_path / "my drafter"
+    assert f"dflash-hub inspect '{ours}'" in run("import", folder, ours)
+    assert f"dflash-hub push '{ours}' ORG/NAME" in run("card", ours)
+    assert f"dflash-hub push '{ours}' me/d" in run("push", ours, "me/d", "--dry-run")
+    assert f"dflash-hub export '{ours}' drafter-sglang --to sglang" in run("inspect", ours)
+    printed = run("export", ours, tmp_path / "z lab")
+    assert f"--draft '{tmp_path / 'z lab'}'" in printed and f'speculative_model="{tmp_path / "z lab"}"' in printed
+
+
 # ------------------------------------------------------------------------------------------------------------------
 # inspect
 
@@ -123,3 +150,45 @@ def test_inspect_reads_every_format_and_says_what_is_odd(tmp_path):
     text = describe(read_drafter(str(tmp_path / "zlab")))
     assert "z-lab's layout" in text and "config.json says float16, the weights are float32" in text
     assert f'"model": "{tmp_path / "zlab"}"' in text and "dflash-hub export" not in text
+
+
+def test_what_is_served_as_it_is_and_what_is_exported_first(tmp_path):
+    """Whatever an engine would look for in vain, or read in another way, is exported first."""
+    sliding = {"layer_types": [SLIDING] * 2, "sliding_window": 8, "block_causal": [False] * 2}
+    tiny_drafter(**sliding).save_pretrained(tmp_path / "ours")
+    folder = tmp_path / "z lab"
+    export_drafter(str(tmp_path / "ours"), folder)
+    config, weights = (folder / "config.json").read_text(), (folder / "model.safetensors").read_bytes()
+
+    def exported_first(config_file=None, allow_pickle=False) -> bool:
+        text = describe(read_drafter(str(folder), config_file=config_file, allow_pickle=allow_pickle))
+        first = f"dflash-hub export '{folder}' drafter-vllm --to vllm" in text
+        assert first != (f"--draft '{folder}'" in text)
+        return first
+
+    assert not exported_first()
+    (tmp_path / "elsewhere.json").write_text(config)
+    assert exported_first(str(tmp_path / "elsewhere.json"))
+    nested = json.loads(config)["dflash_config"]
+    for change in (
+        {"architectures": ["Qwen3DFlashDraftModel"]},
+        {"model_type": "qwen2"},
+        {"is_causal": None},  # only the nested switch, which SGLang does not read
+        {"use_sliding_window": None},  # transformers takes the window away
+        {"num_target_layers": None, "dflash_config": nested | {"num_target_layers": 4}},
+        {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+        {"layer_types": [FULL] * 2, "dflash_config": nested | {"use_swa": True, "swa_window_size": 8}},
+    ):
+        (folder / "config.json").write_text(json.dumps(json.loads(config) | change))
+        assert exported_first() == ("num_target_layers" not in change), change
+    (folder / "config.json").write_text(config)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({f"model.{name}": t for name, t in tensors.items()}, folder / "model.safetensors")
+    assert exported_first()
+    (folder / "model.safetensors").unlink()
+    (folder / "model").mkdir()
+    (folder / "model" / "model.safetensors").write_bytes(weights)
+    assert exported_first()
+    (folder / "model" / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    assert exported_first(allow_pickle=True)

@@ -1,0 +1,85 @@
+"""What a conversion costs: peak resident memory, which stays far below the size of the drafter, and seconds.
+
+    python -m dflash_hub.benchmark.conversion --parameters 60000000
+
+Random weights with the proportions of Qwen3-8B-DFlash-b16. Each command runs in a process of its own, since a peak of memory is
+a process's.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from ..configuration_dflash import DFlashConfig
+from ..modeling_dflash import DFlashDraftModel
+from ..training.commands import typed_command
+from .bench import origin, resident_bytes
+
+PROGRAM = "python -m dflash_hub.benchmark.conversion"
+
+
+def make(folder: str, parameters: int):
+    """Save a drafter in bfloat16: 5 layers of 11.5 width^2 parameters, and a context projection of 5 width^2."""
+    width = max(1, round((parameters / 62.5) ** 0.5 / 128)) * 128
+    config = DFlashConfig(
+        vocab_size=151936, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=5, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=width // 32, max_position_embeddings=40960, rope_parameters={"rope_theta": 1e6},
+        block_size=16, mask_token_id=151669, target_layer_ids=[1, 9, 17, 25, 33], num_target_layers=36,
+    )  # fmt: skip
+    DFlashDraftModel._from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+
+
+def measure(command: list[str]) -> tuple[int, float]:
+    """(peak resident bytes, seconds) of a process.
+
+    Raises:
+        ValueError: it failed.
+    """
+    started = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise ValueError(f"{' '.join(command)} ended with exit code {process.returncode}.")
+    return resident_bytes(usage), time.perf_counter() - started
+
+
+def main(
+    parameters: Annotated[int, typer.Option(min=1, help="Of the drafter, about.")] = 62 * 2**24 + 2**23,
+    only_make: Annotated[str | None, typer.Option(hidden=True)] = None,
+):
+    """Print the table."""
+    if only_make is not None:
+        make(only_make, parameters)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        # A process that has held the weights would lend its peak to those that it starts.
+        making = ["-m", "dflash_hub.benchmark.conversion", "--parameters", str(parameters), "--only-make", "ours"]
+        convert = ["-m", "dflash_hub"]
+        commands = {
+            "`dflash-hub export ours zlab`": [*convert, "export", "ours", "zlab"],
+            "`dflash-hub import zlab back`": [*convert, "import", "zlab", "back"],
+            "the same imports of Python, nothing else": ["-c", "import dflash_hub.convert.importing"],
+        }
+        os.chdir(folder)
+        measure([sys.executable, *making])
+        size = Path("ours/model.safetensors").stat().st_size
+        typer.echo(
+            f"| {size / 2e9:.2f} billion parameters in bfloat16, {size / 1e9:.1f} GB | peak resident memory | seconds |"
+        )
+        typer.echo("|---|---|---|")
+        for name, command in commands.items():
+            peak, seconds = measure([sys.executable, *command])
+            typer.echo(f"| {name} | {peak / 1e6:.0f} MB | {seconds:.1f} |")
+    typer.echo("\n" + origin(typed_command(PROGRAM)))
+
+
+if __name__ == "__main__":
+    typer.run(main)
