@@ -89,8 +89,8 @@ class App:
         return (
             f"<p>Target: {self.pair.source}. {dtype} on {self.pair.device}{threads}, torch {torch.__version__}, transformers "
             f"{transformers.__version__}. The two take turns round by round, so that neither takes the other's cores; seconds "
-            "are those in which each computed. tau: mean tokens that a round adds, the target's own included. The shipped "
-            "drafter has learned maths word problems only; elsewhere little is accepted.</p>"
+            "are those in which each computed. tau: mean tokens that a round adds, the target's own included; it is highest on "
+            "texts like those that the drafter was trained on.</p>"
         )
 
     def blocks(self) -> gr.Blocks:

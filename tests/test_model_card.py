@@ -38,8 +38,4 @@ def test_the_snippet_prints_what_the_readme_says(smollm2_path, capsys, monkeypat
     code, printed = re.search(r"```python\n(.*?)```.*?```\n(.*?)```", README, re.S).groups()
     monkeypatch.chdir(ROOT)
     exec(code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", smollm2_path), {})
-    # How many tokens are drafted depends on measured times; the text does not.
-    got, shown = (
-        re.sub(r"\d+\.\d+ tokens per", "x tokens per", text.strip()) for text in (capsys.readouterr().out, printed)
-    )
-    assert got == shown
+    assert capsys.readouterr().out.strip() == printed.strip()

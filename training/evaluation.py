@@ -62,11 +62,18 @@ def right_drafts(target, drafter, batch: dict, blocks_at_once: int, layer_ids: l
         anchors = anchors[None]
         valid = torch.ones_like(anchors, dtype=torch.bool)
         hidden = denoise(drafter, config, target, rows, context, anchors, valid)[0, :, 1:]  # (N, K - 1, H)
-        logits = drafter.draft_logits(hidden.to(target.dtype), head)
-        drafts = logits[..., : embedding_rows(target)].argmax(-1)  # a padded head has rows that are no tokens
         labels, supervised = block_labels(rows, anchors, valid, config.block_size)
-        right = (drafts == labels[0]) & supervised[0]
-        counts += right.long().cumprod(1).sum(1).tolist()
+        count = torch.zeros_like(anchors[0])
+        # Slot by slot, where all before it were right: the head costs most, and few blocks go far.
+        alive = torch.arange(len(hidden), device=hidden.device)
+        for slot in range(config.block_size - 1):
+            if len(alive) == 0:
+                break
+            logits = drafter.draft_logits(hidden[alive, slot, None].to(target.dtype), head)[:, 0]
+            drafts = logits[:, : embedding_rows(target)].argmax(-1)  # a padded head has rows that are no tokens
+            alive = alive[(drafts == labels[0, alive, slot]) & supervised[0, alive, slot]]
+            count[alive] += 1
+        counts += count.tolist()
     return counts
 
 
