@@ -5,6 +5,7 @@ Each command is a thin layer over a function elsewhere; heavy imports wait until
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -332,10 +333,15 @@ app.command(epilog="\b\ndflash-hub align --drafter . --target TUNED --prompts pr
 )
 
 
-def main():
+def run_plainly(run: Callable, *arguments):
+    """Run a command line; bad input ends it with a sentence, or with its traceback where DFLASH_HUB_DEBUG is set."""
     try:
-        app()
+        run(*arguments)
     except (ValueError, OSError) as error:
         if os.environ.get("DFLASH_HUB_DEBUG"):
             raise
         sys.exit(f"dflash-hub: {error}")
+
+
+def main():
+    run_plainly(app)

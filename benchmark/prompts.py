@@ -139,7 +139,10 @@ def _load_dataset(*name: str, split: str):
         from datasets import load_dataset
     except ImportError:
         raise ValueError("public prompt sets need the package `datasets`: pip install 'dflash-hub[bench]'.") from None
-    return load_dataset(*name, split=split)
+    try:
+        return load_dataset(*name, split=split)
+    except Exception as error:  # the library raises many kinds
+        raise ValueError(f"cannot load the data set {name[0]!r}, split {split!r}: {error}") from error
 
 
 def _public(prompt_set: PromptSet) -> list[dict]:
