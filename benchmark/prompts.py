@@ -139,10 +139,7 @@ def _load_dataset(*name: str, split: str):
         from datasets import load_dataset
     except ImportError:
         raise ValueError("public prompt sets need the package `datasets`: pip install 'dflash-hub[bench]'.") from None
-    try:
-        return load_dataset(*name, split=split)
-    except Exception as error:  # the library raises many kinds
-        raise ValueError(f"cannot load the data set {name[0]!r}, split {split!r}: {error}") from error
+    return load_dataset(*name, split=split)
 
 
 def _public(prompt_set: PromptSet) -> list[dict]:

@@ -46,8 +46,9 @@ def measure(
 ) -> dict:
     """Seconds of a step of one row, and the process's peak memory, of which the models alone take a part."""
     loaded, _ = load_target(target, dtype)
+    vocabulary = loaded.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(100, loaded.config.vocab_size, (length,), generator=generator).tolist()
+    tokens = torch.randint(vocabulary // 2, vocabulary, (length,), generator=generator).tolist()
     row = {"id": "random", "turn": 0, "prompt_ids": tokens[: length // 4], "answer_ids": tokens[length // 4 :]}
     with tempfile.TemporaryDirectory() as folder:
         init_drafter(target, f"{folder}/start", layers, block_size)
