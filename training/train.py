@@ -85,6 +85,8 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
     loss = BlockLoss(options.loss, gamma or None)
     if loss.needs_teacher:
         check_teacher(target)
+    if options.features:  # refuses a folder of others
+        FeatureCache(Path(options.features), identity, feature_layers(config, target, loss))
     dataset = PackedRows(training, options.pack_length, options.seed)
     fixed = attention == "flex_attention"
     arguments = training_arguments(options, len(dataset), output, fixed)
@@ -295,7 +297,7 @@ def long_context(config: DFlashConfig, window: int | None, yarn: float | None) -
 
 def fill_cache(folder: str, identity: dict, target, drafter, loss: BlockLoss, rows: list[dict]) -> FeatureCache:
     """The features of all rows, in `folder`; what it lacks is computed."""
-    layer_ids = feature_layers(drafter, target, loss)
+    layer_ids = feature_layers(drafter.config, target, loss)
     cache = FeatureCache(Path(folder), identity, layer_ids)
     cache.verify()
 
