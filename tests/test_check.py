@@ -231,7 +231,7 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
         (["--answers", "a.jsonl", "--attention", "foo"], "--attention 'foo' is none of sdpa, eager, flex_attention"),
         (["--answers", "a.jsonl", "--dtype", "ones"], "--dtype 'ones' is none of float32, bfloat16, float16"),
         (["--answers", "a.jsonl", "--epochs", "0"], "--epochs 0 trains nothing"),
-        (["--answers", "a.jsonl", "--learning-rate", "-1"], "is not in the range x>=0.0"),
+        (["--answers", "a.jsonl", "--learning-rate", "-1"], "Invalid value for '--learning-rate'"),
         (["--answers", "a.jsonl", "--argument", "learning_rate=-1"], "cannot be trained with: Invalid learning rate"),
         (["--answers", "a.jsonl", "--argument", "learning_rate=abc"], "--argument learning_rate=abc is no number"),
         (["--answers", "a.jsonl", "--argument", "report_to=nonsense"], "nonsense is not supported"),
