@@ -37,7 +37,7 @@ def from_file(context: typer.Context, path: Path | None) -> Path | None:
             further = stated.pop("arguments")
             if not isinstance(further, dict):
                 raise ValueError(f"{path} has {further!r} as `arguments`; expected names with their values.")
-            stated["argument"] = [f"{name}={json.dumps(value)}" for name, value in further.items()]
+            stated["argument"] = [f"{name}={json.dumps(value, default=str)}" for name, value in further.items()]
         parameters = {parameter.name: parameter for parameter in context.command.params}
         unknown = sorted(str(name) for name in stated if name not in parameters)
         if unknown:
@@ -92,19 +92,9 @@ def regenerate(
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
         sampling = {name: value for name, value in sampling.items() if value is not None}
     answer_prompts(
-        rows,
-        output,
-        target,
-        server,
-        model,
-        max_new_tokens,
-        max_prompt_tokens,
-        sampling,
-        thinking,
-        batch_size,
-        dtype,
-        seed,
-    )
+        rows, output, target, server=server, model=model, max_new_tokens=max_new_tokens, max_prompt_tokens=max_prompt_tokens,
+        sampling=sampling, thinking=thinking, batch_size=batch_size, dtype=dtype, seed=seed,
+    )  # fmt: skip
     typer.echo(f"next: dflash-hub train --target {target} --answers {output} --output drafter-run")
 
 
@@ -125,8 +115,8 @@ def default_target() -> str:
 
 
 def answer_prompts(
-    rows: list[dict], output: Path, target: str, server: str | None, model: str | None, max_new_tokens: int,
-    max_prompt_tokens: int, sampling: dict, thinking: bool | None, batch_size: int, dtype: str, seed: int,
+    rows: list[dict], output: Path, target: str, *, max_new_tokens: int, max_prompt_tokens: int, sampling: dict,
+    thinking: bool | None, batch_size: int, dtype: str, seed: int, server: str | None = None, model: str | None = None,
 ):  # fmt: skip
     """Let the target answer, in this process or on a server, and say how many it answered.
 
@@ -345,19 +335,9 @@ def align(
     rows = chosen_prompts(prompts, column, count, seed)
     check_alignment(options, rows, output)
     answer_prompts(
-        rows,
-        output / "answers",
-        target,
-        None,
-        None,
-        max_new_tokens,
-        2048,
-        {"do_sample": False},
-        thinking,
-        64,
-        dtype,
-        seed,
-    )
+        rows, output / "answers", target, max_new_tokens=max_new_tokens, max_prompt_tokens=2048,
+        sampling={"do_sample": False}, thinking=thinking, batch_size=64, dtype=dtype, seed=seed,
+    )  # fmt: skip
     typer.echo(run(options, output, typed_command()))
     typer.echo(
         f"wrote {output}/drafter and {output}/report.md\n"

@@ -24,7 +24,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     EarlyStoppingCallback,
-    Trainer,
     TrainerCallback,
     TrainingArguments,
 )
@@ -338,11 +337,13 @@ def training_arguments(options: TrainOptions, num_packs: int, output: Path, fixe
     fields |= {name: read_field(name, value) for name, value in options.arguments.items()}
     try:
         made = TrainingArguments(**fields)
-        # The trainer makes both later, when a run has begun.
+        # The trainer makes them later, when a run has begun.
         for tracker in get_reporting_integration_callbacks(made.report_to):
             tracker()
-        optimizer, settings = Trainer.get_optimizer_cls_and_kwargs(made)
-        optimizer([nn.Parameter(torch.zeros(1))], **settings)
+        torch.optim.AdamW(
+            [nn.Parameter(torch.zeros(1))], made.learning_rate, (made.adam_beta1, made.adam_beta2), made.adam_epsilon,
+            made.weight_decay,
+        )  # fmt: skip
     except Exception as error:  # transformers and torch raise many kinds for a value that makes no sense
         raise ValueError(f"these options cannot be trained with: {' '.join(str(error).split())}") from error
     if made.n_gpu > 1:
