@@ -334,13 +334,17 @@ app.command(epilog="\b\ndflash-hub align --drafter . --target TUNED --prompts pr
 
 
 def run_plainly(run: Callable, *arguments):
-    """Run a command line; bad input ends it with a sentence, or with its traceback where DFLASH_HUB_DEBUG is set."""
+    """Run a command line. Bad input ends it with a sentence and exit code 2, as a wrong option does; 1 is a bad finding.
+
+    With DFLASH_HUB_DEBUG set, it ends with the traceback.
+    """
     try:
         run(*arguments)
     except (ValueError, OSError) as error:
         if os.environ.get("DFLASH_HUB_DEBUG"):
             raise
-        sys.exit(f"dflash-hub: {error}")
+        print(f"dflash-hub: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def main():
