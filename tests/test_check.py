@@ -433,6 +433,21 @@ def test_align_reads_the_prompts_of_a_rehearsal_as_its_own(tiny_pair, align_to_t
     assert isinstance(result.exception, Answering), result.exception
 
 
+def test_align_follows_with_a_drafter_in_another_layout(tiny_pair):
+    from dflash_hub.convert.exporting import export_drafter
+
+    export_drafter("drafter", "foreign", "transformers", target="target")
+    result = invoke(
+        "align", "--target", "target", "--drafter", "foreign", "--prompts", "prompts.jsonl", "--output", "aligned", "--held-out", 2,
+        "--eval-prompts", 1, "--max-new-tokens", 12, "--max-steps", 1, "--evaluations", 1, "--learning-rate", 0, "--num-anchors", 4,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.exception
+    assert "6 answers" in result.output and "dflash-hub train" not in result.output
+    assert json.loads((tiny_pair / "aligned" / "report.json").read_text())["kept"] == "old"  # nothing was learned
+    kept = DFlashDraftModel.from_pretrained("aligned/drafter")
+    assert kept.fc.weight.equal(DFlashDraftModel.from_pretrained("drafter").fc.weight)
+
+
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
