@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -339,10 +340,19 @@ app.command(epilog="\b\ndflash-hub align --drafter . --target TUNED --prompts pr
 )
 
 
-def main():
+def run_plainly(run: Callable, *arguments):
+    """Run a command line. Bad input ends it with a sentence and exit code 2, as a wrong option does; 1 is a bad finding.
+
+    With DFLASH_HUB_DEBUG set, it ends with the traceback.
+    """
     try:
-        app()
+        run(*arguments)
     except (ValueError, OSError) as error:
         if os.environ.get("DFLASH_HUB_DEBUG"):
             raise
-        sys.exit(f"dflash-hub: {error}")
+        print(f"dflash-hub: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def main():
+    run_plainly(app)

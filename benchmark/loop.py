@@ -15,6 +15,7 @@ import torch
 import transformers
 import typer
 
+from ..cli import run_plainly
 from ..demo.smollm2 import smollm2
 from ..generation_dflash import DFlashCandidateGenerator
 from ..target_dflash import CACHE, tap_request, tapped
@@ -103,4 +104,4 @@ def run(
 
 
 if __name__ == "__main__":
-    typer.run(run)
+    run_plainly(typer.run, run)

@@ -18,6 +18,7 @@ import transformers
 import typer
 
 from ..choice_dflash import GumbelNoise, TargetChoice
+from ..cli import run_plainly
 from ..demo.smollm2 import smollm2
 from ..modeling_dflash import DFlashDraftModel
 from .prompts import DEMO_PROMPTS, load_prompts
@@ -90,4 +91,4 @@ def run(
 
 
 if __name__ == "__main__":
-    typer.run(run)
+    run_plainly(typer.run, run)

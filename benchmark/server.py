@@ -48,7 +48,11 @@ class Server:
     def request(self, path: str, body: dict | None = None) -> dict:
         """The server's JSON answer; ValueError says what it answered instead."""
         with self._open(path, body) as response:
-            return json.load(response)
+            text = response.read()
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise ValueError(f"{self.root}{path} answered no JSON: {text[:300].decode(errors='replace')!r}") from None
 
     def _only_model(self) -> str:
         names = [entry["id"] for entry in self.request("/v1/models")["data"]]

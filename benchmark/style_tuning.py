@@ -15,6 +15,7 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
+from ..cli import run_plainly
 from ..convert.folders import new_folder
 from ..demo.smollm2 import smollm2
 from ..training.options import TrainOptions
@@ -71,4 +72,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_plainly(typer.run, main)

@@ -49,7 +49,7 @@ def run(folder, target, tokenizer, prompts, source=None, max_new_tokens=10, samp
     return regenerate(folder, source, tokenizer, prompts, settings, **kwargs)
 
 
-def test_answers_are_the_targets_greedy_text_with_exact_ids(tmp_path, target, tokenizer):
+def test_pitfall_81_answers_are_the_targets_greedy_text_with_exact_ids(tmp_path, target, tokenizer):
     counts = run(tmp_path, target, tokenizer, prompts_of(11))
     rows = read_answers(tmp_path / "answers.jsonl")
     assert counts["answers"] == len(rows) == 11 and counts["failures"] == 0
@@ -211,3 +211,22 @@ def test_a_server_answers_with_ids_or_text(tmp_path, target, tokenizer, token_id
     assert source.retokenized == (0 if token_ids else len(rows))
     assert counts["failures"] == 7 - len(rows) == 2
     assert "answered 500" in (tmp_path / "failures.jsonl").read_text()
+
+
+def test_a_server_that_answers_no_json_is_named():
+    class Page(BaseHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>hello</html>")
+
+    server = HTTPServer(("127.0.0.1", 0), Page)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(ValueError, match=r"http://127.0.0.1:\d+/v1/models answered no JSON: '<html>hello"):
+            Server(f"http://127.0.0.1:{server.server_port}/v1", None)
+    finally:
+        server.shutdown()

@@ -311,7 +311,7 @@ def test_the_command_from_start_to_compare(models):
     bad = subprocess.run(
         [*arguments, "--output", "c", "--compare", "nowhere"], cwd=models, capture_output=True, text=True, timeout=300
     )
-    assert bad.returncode == 1 and "holds no benchmark run" in bad.stderr and "Traceback" not in bad.stderr
+    assert bad.returncode == 2 and "holds no benchmark run" in bad.stderr and "Traceback" not in bad.stderr
 
 
 def test_processes_split_the_prompts(models):
@@ -409,10 +409,10 @@ def test_the_server_command(fake_engine, tmp_path):
     done = subprocess.run([*command, "--concurrency", "1,2"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "| demo_prompts | 2 | 2 |" in done.stdout, done.stderr
     done = subprocess.run([*command, "--concurrency", "1,a"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and "--concurrency '1,a' is no list" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "--concurrency '1,a' is no list" in done.stderr and "Traceback" not in done.stderr
     gone = [sys.executable, "-m", "dflash_hub", "bench", "--server", "http://127.0.0.1:9", "--output", "out"]
     done = subprocess.run(gone, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and "no server answers at http://127.0.0.1:9" in done.stderr
+    assert done.returncode == 2 and "no server answers at http://127.0.0.1:9" in done.stderr
 
 
 def test_acceptance_where_an_engine_says_it_otherwise_or_not_at_all():

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from dflash_hub.training.check import check
 from dflash_hub.training.features import checksum
 from dflash_hub.training.identity import identify, template_fingerprint
 from test_answers import prompts_of
-from test_init import dflash_hub, tiny_tokenizer
+from test_init import dflash_hub, save_target, tiny_tokenizer
 from test_training import answers_of, trainer_of
 
 LAYERS, TAPS = 6, [0, 1, 2]
+ABSENT = next(name for name in ("wandb", "tensorboard", "clearml") if find_spec(name) is None)  # a tracker
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +209,7 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
     kept = DFlashDraftModel.from_pretrained(tmp_path / "aligned" / "drafter")
     better = report["after"]["replayed_acceptance_length"] > report["before"]["replayed_acceptance_length"]
     source = tmp_path / ("aligned/run/drafter" if better else "run/drafter")
+    assert "24 answers" in done.stdout and "dflash-hub train" not in done.stdout
     assert kept.fc.weight.equal(DFlashDraftModel.from_pretrained(source).fc.weight)
     assert report["kept"] == ("new" if better else "old")
     assert "| tau, real generation |" in (tmp_path / "aligned" / "report.md").read_text()
@@ -225,6 +228,17 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
         (["--answers", "a.jsonl", "--eval-prompts", "0", "--patience", "2"], "--patience needs evaluations"),
         (["--answers", "a.jsonl", "--pack-length", "5"], "longer than --pack-length 5"),
         (["--answers", "a.jsonl", "--yarn", "2"], "--yarn stretches the RoPE of a trained drafter"),
+        (["--answers", "a.jsonl", "--attention", "foo"], "--attention 'foo' is none of sdpa, eager, flex_attention"),
+        (["--answers", "a.jsonl", "--dtype", "ones"], "--dtype 'ones' is none of float32, bfloat16, float16"),
+        (["--answers", "a.jsonl", "--epochs", "0"], "--epochs 0 trains nothing"),
+        (["--answers", "a.jsonl", "--learning-rate", "-1"], "Invalid value for '--learning-rate'"),
+        (["--answers", "a.jsonl", "--argument", "learning_rate=-1"], "cannot be trained with: Invalid learning rate"),
+        (["--answers", "a.jsonl", "--argument", "learning_rate=abc"], "--argument learning_rate=abc is no number"),
+        (["--answers", "a.jsonl", "--argument", "report_to=nonsense"], "nonsense is not supported"),
+        (["--answers", "a.jsonl", "--argument", f"report_to={ABSENT}"], "to be installed"),
+        (["--answers", "a.jsonl", "--argument", "report_to=[:"], "--argument 'report_to=[:' is no YAML"),
+        (["--answers", "a.jsonl", "--features", "f"], "not of this target"),
+        (["--answers", "a.jsonl", "--drafter", "d"], "--layers, --block-size shape a fresh drafter"),
     ],
 )
 def test_bad_options_are_named(tmp_path, monkeypatch, arguments, sentence):
@@ -236,12 +250,254 @@ def test_bad_options_are_named(tmp_path, monkeypatch, arguments, sentence):
     tiny_tokenizer(90).save_pretrained(tmp_path / "target")
     row = {"id": "a", "turn": 0, "prompt_ids": [4, 5], "answer_ids": [6, 7, 8, 9]}
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row | {"id": str(i)}) + "\n" for i in range(40)))
+    (tmp_path / "f").mkdir()
+    (tmp_path / "f" / "index.json").write_text('{"identity": {"class": "Other", "dtype": "float32", "weights": "0"}}')
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(
         cli.app, ["train", "--target", "target", "--output", "run", "--layers", "1", "--block-size", "4", *arguments]
     )
-    assert sentence in str(result.exception)
+    assert sentence in f"{result.exception} {' '.join(result.output.replace('│', ' ').split())}"
     assert not (tmp_path / "run").exists(), "a run that never started must not stand in the way of the corrected one"
+
+
+def invoke(*arguments):
+    from dflash_hub import cli
+    from typer.testing import CliRunner
+
+    return CliRunner().invoke(cli.app, list(map(str, arguments)))
+
+
+@pytest.fixture
+def tiny_pair(tmp_path, monkeypatch):
+    """In the current folder: `target`, a `drafter` for it, prompts and rows of answers."""
+    model = save_target(tmp_path / "target")
+    tiny_drafter(num_target_layers=8, mask_token_id=95).save_pretrained(tmp_path / "drafter")
+    write_prompts(tmp_path / "prompts.jsonl", 6)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers_of(model, 6, answer=12)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+TINY_RUN = (
+    "--target target --answers a.jsonl --held-out 2 --eval-prompts 1 --eval-new-tokens 6 --evaluations 1 --max-steps 1 "
+    "--batch-size 2 --num-anchors 4"
+).split()
+
+
+def test_a_runs_own_options_can_be_passed_back_and_its_drafter_in_any_layout(tiny_pair, monkeypatch):
+    import yaml
+    from dflash_hub.convert.exporting import export_drafter
+    from dflash_hub.training import train as module
+
+    fresh = ["--layers", 1, "--block-size", 4, "--taps", "1,5", "--argument", "weight_decay=1e-4"]
+    done = invoke("train", *TINY_RUN, *fresh, "--output", "run")
+    assert done.exit_code == 0, done.exception
+    saved = yaml.safe_load((tiny_pair / "run" / "run.yaml").read_text())
+    record = json.loads((tiny_pair / "run" / "drafter" / "training_record.json").read_text())
+    assert saved["loss"] == "dpace" and saved["gamma"] is None and record["recipe"]["gamma"] is None
+    assert "| `gamma` | None |" in (tiny_pair / "run" / "drafter" / "README.md").read_text()
+
+    passed = []
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "train", lambda options, *rest: passed.append(module.resolved(options)))
+        assert invoke("train", "--config", "run/run.yaml", "--output", "again").exit_code == 0
+    again = vars(passed[0]) | {"output": "run", "arguments": {"weight_decay": 1e-4}}
+    assert again == {name: value for name, value in saved.items() if name not in ("data", "weights")} | {
+        "arguments": {"weight_decay": 1e-4}
+    }
+    assert {name: module.read_field(name, value) for name, value in passed[0].arguments.items()} == {
+        "weight_decay": 1e-4
+    }
+
+    export_drafter("run/drafter", "foreign", "speculators", target="target")
+    done = invoke("train", *TINY_RUN, "--drafter", "foreign", "--output", "warm")
+    assert done.exit_code == 0, done.exception
+    config = DFlashDraftModel.from_pretrained("warm/drafter").config
+    assert (config.num_hidden_layers, config.block_size, config.target_layer_ids) == (1, 4, [1, 5])
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("layers: [", "run.yaml is no YAML"),
+        ("- layers", "run.yaml holds ['layers']; expected options"),
+        ("layers", "run.yaml holds 'layers'; expected options"),
+        ("arguments: [1]", "run.yaml has [1] as `arguments`; expected names with their values"),
+        ("1: 2", "states ['1']; options are"),
+        ("answers: nowhere", "no answers at nowhere"),
+    ],
+)
+def test_a_config_file_of_another_form_is_refused(tiny_pair, text, sentence):
+    (tiny_pair / "run.yaml").write_text(text + "\n")
+    result = invoke("train", *TINY_RUN[:2], *["--answers"] * ("answers" not in text), *["a"] * ("answers" not in text),
+                    "--output", "run", "--config", "run.yaml")  # fmt: skip
+    assert isinstance(result.exception, ValueError) and sentence in str(result.exception)
+
+
+def test_an_unknown_dtype_is_named_by_every_command(tiny_pair):
+    for command, *arguments in (
+        ("regenerate", "--prompts", "prompts.jsonl", "--output", "x"),
+        ("check", "--drafter", "drafter"),
+        ("train", "--answers", "a.jsonl", "--output", "x"),
+        ("align", "--drafter", "drafter", "--prompts", "prompts.jsonl", "--output", "x", "--held-out", 2),
+    ):
+        result = invoke(command, "--target", "target", *arguments, "--dtype", "foo")
+        assert "--dtype 'foo' is none of float32, bfloat16, float16" in str(result.exception), command
+        assert not (tiny_pair / "x").exists()
+
+
+def test_check_names_empty_prompts_and_a_broken_record(tiny_pair):
+    (tiny_pair / "empty.jsonl").write_text("")
+    result = invoke("check", "--target", "target", "--drafter", "drafter", "--prompts", "empty.jsonl")
+    assert "there is no prompt in empty.jsonl" in str(result.exception)
+    for text, sentence in (
+        ("{", "training_record.json is no JSON"),
+        ("[]", "training_record.json must hold a JSON object"),
+        ('{"data": []}', None),
+        ('{"data": [1]}', "training_record.json must hold an object `data`"),
+        ('{"result": {"evaluation": [1]}}', "with an object or nothing as its `evaluation`"),
+    ):
+        (tiny_pair / "drafter" / "training_record.json").write_text(text)
+        if sentence is not None:
+            with pytest.raises(ValueError, match=".*") as raised:
+                checks.read_record(str(tiny_pair / "drafter"))
+            assert sentence in str(raised.value)
+
+
+def test_regenerate_without_an_answer_is_a_failure(tiny_pair):
+    result = invoke(
+        "regenerate", "--target", "target", "--prompts", "prompts.jsonl", "--output", "x", "--max-prompt-tokens", 1
+    )
+    assert result.exit_code == 1 and "0 answers" in result.output and "next:" not in result.output
+    assert "6 prompts have no answer; why is in x/failures.jsonl" in result.output
+
+
+class Answering(Exception):
+    """Options were found good, and the target would answer now."""
+
+
+@pytest.fixture
+def align_to_the_answers(tiny_pair, monkeypatch):
+    from dflash_hub.training import answers
+
+    def answering(*args):
+        raise Answering
+
+    monkeypatch.setattr(answers, "regenerate", answering)
+
+    def run(*arguments):
+        fixed = ["--target", "target", "--output", "aligned", "--held-out", 2, "--drafter", "drafter"]
+        result = invoke("align", *fixed, "--prompts", "prompts.jsonl", *arguments)
+        assert not (tiny_pair / "aligned").exists()
+        return result.exception
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--held-out", 6], "leave nothing to train on; lower --held-out"),
+        (["--drafter", "target"], "is of no format that is known"),
+        (["--drafter", "other"], "does not fit the target"),
+        (["--rehearsal", "nowhere"], "no answers at nowhere"),
+        (["--rehearsal", "bare.jsonl"], "its prompt is not among --prompts"),
+        (["--vocabulary", "some"], "--vocabulary 'some' is neither full nor answers"),
+        (["--epochs", 0], "--epochs 0 trains nothing"),
+    ],
+)
+def test_align_checks_its_options_before_the_target_answers(tiny_pair, align_to_the_answers, arguments, sentence):
+    tiny_drafter(num_target_layers=9).save_pretrained(tiny_pair / "other")
+    (tiny_pair / "bare.jsonl").write_text('{"id": "elsewhere", "answer_ids": [5, 6]}\n')
+    assert sentence in str(align_to_the_answers(*arguments))
+
+
+def test_align_reads_the_prompts_of_a_rehearsal_as_its_own(tiny_pair, align_to_the_answers, monkeypatch):
+    import types
+
+    from dflash_hub.benchmark import prompts
+
+    class Columns(list):
+        column_names = ["question"]
+
+    loaded = Columns([{"question": f"w1 w{i}"} for i in range(4)])
+    fake = types.SimpleNamespace(load_dataset=lambda name, split: loaded)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    monkeypatch.setattr(prompts, "DEMO_PROMPTS", tiny_pair / "prompts.jsonl")
+    rows = [{"id": "p-1", "answer_ids": [5, 6]}, {"id": "org/set:2", "answer_ids": [5, 6]}]
+    (tiny_pair / "bare.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = invoke(
+        "align", "--target", "target", "--output", "aligned", "--held-out", 2, "--drafter", "drafter", "--rehearsal", "bare.jsonl",
+        "--prompts", "demo", "--prompts", "org/set", "--column", "question",
+    )  # fmt: skip
+    assert isinstance(result.exception, Answering), result.exception
+
+
+def test_align_follows_with_a_drafter_in_another_layout(tiny_pair):
+    from dflash_hub.convert.exporting import export_drafter
+
+    export_drafter("drafter", "foreign", "transformers", target="target")
+    result = invoke(
+        "align", "--target", "target", "--drafter", "foreign", "--prompts", "prompts.jsonl", "--output", "aligned", "--held-out", 2,
+        "--eval-prompts", 1, "--max-new-tokens", 12, "--max-steps", 1, "--evaluations", 1, "--learning-rate", 0, "--num-anchors", 4,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.exception
+    assert "6 answers" in result.output and "dflash-hub train" not in result.output
+    assert json.loads((tiny_pair / "aligned" / "report.json").read_text())["kept"] == "old"  # nothing was learned
+    kept = DFlashDraftModel.from_pretrained("aligned/drafter")
+    assert kept.fc.weight.equal(DFlashDraftModel.from_pretrained("drafter").fc.weight)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("training.measure", ["--drafter", "drafter", "--answers", "a", "--dtype", "foo"]),
+        ("training.orderings", ["--answers", "nowhere", "--output", "x"]),
+        ("training.cost", ["--vary", "width"]),
+        ("benchmark.loop", ["--drafter", "target"]),
+        ("benchmark.proposals", ["--drafter", "target"]),
+        ("benchmark.style_tuning", ["--answers", "nowhere", "--output", "x"]),
+    ],
+)
+def test_the_modules_that_measure_refuse_in_a_sentence(tiny_pair, monkeypatch, capsys, module, arguments):
+    import runpy
+
+    monkeypatch.setattr(sys, "argv", [module, "--target", "target", *arguments])
+    with pytest.raises(SystemExit) as raised:
+        runpy.run_module(f"dflash_hub.{module}", run_name="__main__")
+    said = capsys.readouterr().err
+    assert "dflash-hub: " in said and "Traceback" not in said and raised.value.code == 2
+
+
+def test_orderings_and_cost_print_their_tables(tiny_pair, monkeypatch, capsys):
+    import contextlib
+    import io
+    import types
+
+    from dflash_hub.training import cost, orderings
+
+    chosen = ("base", "fixed blocks", "no features", "block 16, served at 8")
+    monkeypatch.setattr(orderings, "VARIANTS", [v for v in orderings.VARIANTS if v.name in chosen])
+    orderings.main(["a.jsonl"], tiny_pair / "out", target="target", rows=4, held_out=2, seconds=0.01, layers=1)
+    table = (tiny_pair / "out" / "table.md").read_text()
+    assert all(f"| {name} | 1." in table or f"| {name} | 2." in table for name in chosen)
+    capsys.readouterr()
+
+    def in_process(command, **kwargs):
+        one = json.loads(command[command.index("--one") + 1])
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            cost.main(target="target", steps=1, one=json.dumps(one))
+        return types.SimpleNamespace(returncode=0, stdout=printed.getvalue())
+
+    monkeypatch.setattr(cost.subprocess, "run", in_process)
+    monkeypatch.setattr(cost, "origin", lambda command: command)
+    monkeypatch.setitem(cost.VARIED, "num_anchors", [2])
+    cost.main(target="target", steps=1, vary=["num_anchors"], num_anchors=4, block_size=4, length=16, layers=1)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:20] for line in lines if line.startswith(("| 4 |", "| 2 |"))] == [
+        "| 4 | 4 | 16 | 1 | o",
+        "| 2 | 4 | 16 | 1 | o",
+    ]
 
 
 def test_a_config_file_with_an_unknown_option_is_refused(tmp_path):
@@ -250,7 +506,7 @@ def test_a_config_file_with_an_unknown_option_is_refused(tmp_path):
     assert done.returncode != 0 and "states ['learning_rat']; options are" in done.stderr
 
 
-def test_answers_of_another_template_are_refused(tmp_path):
+def test_pitfall_80_answers_of_another_thinking_mode_or_template_are_refused(tmp_path):
     from dflash_hub.training.options import TrainOptions
     from dflash_hub.training.train import load_rows
 

@@ -35,7 +35,7 @@ def test_import_and_export(tmp_path):
     done = run("import", "zlab", "back", "--target", "org/target", "--chat", cwd=tmp_path)
     assert done.returncode == 0 and "trust_remote_code=True" in done.stdout, done.stderr
     again = run("import", "zlab", "back", cwd=tmp_path)
-    assert again.returncode == 1 and "--force" in again.stderr and "Traceback" not in again.stderr
+    assert again.returncode == 2 and "--force" in again.stderr and "Traceback" not in again.stderr
     assert run("import", "zlab", "back", "--force", cwd=tmp_path).returncode == 0
 
 
@@ -74,7 +74,7 @@ def test_bad_input_gets_a_sentence_and_an_exit_code(arguments, sentence, tmp_pat
     import os
 
     done = run(*arguments, cwd=tmp_path, env=os.environ | {"HF_HUB_OFFLINE": "1"})
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert sentence in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "x").exists()
 
@@ -108,7 +108,7 @@ def test_the_demo_samples(smollm2_path):
 def test_the_demo_refuses_a_wrong_pair(tmp_path, smollm2_path):
     tiny_drafter().save_pretrained(tmp_path / "drafter")
     done = run("demo", "--target", smollm2_path, "--drafter", tmp_path / "drafter", "--max-new-tokens", 4)
-    assert done.returncode == 1 and "does not fit the target" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "does not fit the target" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_streamer_prints_everything_once(smollm2_path):

@@ -80,7 +80,7 @@ def test_command_line(tmp_path):
         (("--dry-run", "--mask-token", "500"), "beyond the target's embedding of 97 rows"),
     ):
         failed = dflash_hub("init", "--target", "target", *arguments, cwd=tmp_path)
-        assert failed.returncode == 1 and sentence in failed.stderr and "Traceback" not in failed.stderr, failed.stderr
+        assert failed.returncode == 2 and sentence in failed.stderr and "Traceback" not in failed.stderr, failed.stderr
 
 
 # ------------------------------------------------------------------------------------------------- mask token

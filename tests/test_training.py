@@ -9,6 +9,9 @@ from dflash_hub.candidates_dflash import DFlashCandidateGenerator
 from dflash_hub.configuration_dflash import FULL, SLIDING
 from dflash_hub.target_dflash import raw_embeddings, tapped
 from dflash_hub.training import evaluation
+from dflash_hub.training import train as training_run
+from dflash_hub.training import trainer as training_step
+from dflash_hub.training.answers import encode
 from dflash_hub.training.blocks import (
     PADDING,
     block_ids,
@@ -32,8 +35,15 @@ from dflash_hub.training.data import (
 from dflash_hub.training.features import FeatureCache, tapped_features
 from dflash_hub.training.identity import identify
 from dflash_hub.training.losses import BlockLoss, ReducedHead, chunked_sum, default_gamma, dpace_weights, slot_weights
-from dflash_hub.training.train import long_context
-from dflash_hub.training.trainer import DFlashTrainer
+from dflash_hub.training.options import TrainOptions
+from dflash_hub.training.train import long_context, warm_drafter
+from dflash_hub.training.trainer import DFlashTrainer, checkpoint_activations
+from rich.console import Console
+from test_init import tiny_tokenizer
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback, TrainingArguments
 
 BLOCK = 5
@@ -56,7 +66,7 @@ def generator(seed: int = 0) -> torch.Generator:
 # Anchors and labels
 
 
-def test_anchors_are_answer_tokens_with_a_successor_and_each_can_be_drawn():
+def test_pitfall_78_anchors_are_answer_tokens_with_a_successor_and_each_can_be_drawn():
     batch = batch_of([row_of(4, 6)], [row_of(3, 2, 1), row_of(2, 3, 2)])
     rows = rows_of(batch)
     seen = [set(), set()]
@@ -161,8 +171,8 @@ def train_layout(target, drafter, batch, anchors):
 
 
 @pytest.mark.parametrize("kind", ["full", "causal", "sliding", "mixed"])
-def test_train_and_generate_layouts_give_the_same_logits(kind):
-    """Pitfall 76, also for packed rows, whose second document starts at position 0 again."""
+def test_pitfall_76_train_and_generate_layouts_give_the_same_logits(kind):
+    """Also for packed rows, whose second document starts at position 0 again."""
     fields = {
         "full": {},
         "causal": {"block_causal": [True, True]},
@@ -185,8 +195,8 @@ def test_train_and_generate_layouts_give_the_same_logits(kind):
             torch.testing.assert_close(trained[index, 1:], logits[0], rtol=1e-4, atol=1e-4)
 
 
-def test_a_block_sees_features_before_its_anchor_and_none_from_it_on():
-    """Pitfall 75: perturbing features at or after the anchor must not change the block; just before it must."""
+def test_pitfall_75_a_block_sees_features_before_its_anchor_and_none_from_it_on():
+    """Perturbing features at or after the anchor must not change the block; just before it must."""
     target, drafter = tiny_target("llama"), tiny_drafter()
     batch = batch_of([row_of(4, 12, 1)])
     rows, anchors = rows_of(batch), torch.tensor([[6, 9]])
@@ -210,7 +220,7 @@ def test_a_block_sees_features_before_its_anchor_and_none_from_it_on():
                 assert (not before[:, span].equal(after[:, span])) == expected, (at, block)
 
 
-def test_packed_documents_do_not_see_each_other():
+def test_pitfall_78_packed_documents_do_not_see_each_other():
     target, drafter = tiny_target("llama"), tiny_drafter()
     first, second, other = row_of(4, 7, 1), row_of(3, 8, 2), row_of(4, 7, 3)
     with torch.no_grad():
@@ -469,8 +479,8 @@ def half_trained(target, answers) -> DFlashDraftModel:
 
 
 @pytest.mark.parametrize(("rows", "batch", "accumulate", "stop"), [(8, 4, 2, 10), (7, 2, 1, 6), (5, 1, 2, 4)])
-def test_resumed_training_equals_uninterrupted(tmp_path, target, answers, rows, batch, accumulate, stop):
-    """Pitfall 82: in the middle of an epoch, and where batches do not divide: same losses, same weights."""
+def test_pitfall_82_resumed_training_equals_uninterrupted(tmp_path, target, answers, rows, batch, accumulate, stop):
+    """In the middle of an epoch, and where batches do not divide: same losses, same weights."""
     fields = {
         "gradient_accumulation_steps": accumulate, "per_device_train_batch_size": batch, "max_steps": 2 * stop,
         "save_steps": stop,
@@ -505,8 +515,7 @@ class StopAt(TrainerCallback):
         control.should_training_stop = state.global_step >= self.step
 
 
-def test_gradient_checkpointing_changes_no_gradient_and_recomputes(tmp_path, target, answers):
-    """Pitfall 84."""
+def test_pitfall_84_gradient_checkpointing_changes_no_gradient_and_recomputes(tmp_path, target, answers):
     gradients, forwards = [], []
     for on in (False, True):
         drafter = tiny_drafter()
@@ -523,6 +532,147 @@ def test_gradient_checkpointing_changes_no_gradient_and_recomputes(tmp_path, tar
     for name, gradient in gradients[0].items():
         assert gradient is not None and gradient.abs().sum() > 0, name
         torch.testing.assert_close(gradient, gradients[1][name])
+
+
+def test_pitfall_84_gradient_checkpointing_goes_through_ddp(tmp_path, target, answers):
+    """A reentrant checkpoint would mark parameters ready twice. Two batches, so that the reducer is used again."""
+    batches = [batch_of(*[[row] for row in answers[i : i + 2]]) for i in (0, 2)]
+    gradients = []
+    for distributed in (False, True):
+        drafter = tiny_drafter().train()
+        trainer = trainer_of(tmp_path, target, drafter, answers[:4], answers[8:])
+        model = drafter
+        if distributed:
+            checkpoint_activations(drafter)
+            store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+            torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+            model = DistributedDataParallel(drafter, find_unused_parameters=False)
+        try:
+            for batch in batches:
+                trainer.compute_loss(model, batch).backward()
+        finally:
+            if distributed:
+                torch.distributed.destroy_process_group()
+        gradients.append({name: p.grad for name, p in drafter.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name])
+
+
+def test_pitfall_83_bf16_is_autocast_over_float32_weights_evaluation_included(tmp_path, answers):
+    target = tiny_target("llama").to(torch.bfloat16)
+    drafter, seen = tiny_drafter(initializer_range=0.05), []
+    drafter.layers[0].mlp.gate_proj.register_forward_hook(
+        lambda module, inputs, output: seen.append((module.training, output.dtype))
+    )
+    trainer = trainer_of(
+        tmp_path, target, drafter, answers[:8], answers[8:], max_steps=4, save_strategy="no", bf16=True,
+        eval_strategy="steps", eval_steps=4,
+    )  # fmt: skip
+    trainer.train()
+    assert {dtype for training, dtype in seen if training} == {torch.bfloat16}
+    assert all(p.dtype == torch.float32 for p in drafter.parameters())
+    moments = [state[name] for state in trainer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert moments and all(moment.dtype == torch.float32 for moment in moments)
+    figures = next(entry for entry in trainer.state.log_history if "eval_acceptance_length" in entry)
+    real = evaluation.generate(target, drafter.eval(), [row["prompt_ids"] for row in answers[8:]], 24)
+    assert figures["eval_acceptance_length"] == pytest.approx(real.tau, abs=1e-4)
+    assert any(not training for training, _ in seen) and losses_of(trainer)[-1] < losses_of(trainer)[0]
+
+
+class LargestLogits(TorchDispatchMode):
+    """The most bytes that tensors with a column a token take at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.most = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.ndim > 1 and tensor.shape[-1] == 97:
+                storage = tensor.untyped_storage()
+                self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.alive = {key: (ref, size) for key, (ref, size) in self.alive.items() if not ref.expired()}
+        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+        return output
+
+
+def test_pitfall_86_memory_does_not_grow_with_anchors_times_vocabulary(tmp_path, monkeypatch):
+    target = tiny_target("llama")
+    rows = [row_of(6, 80, seed) for seed in range(2)]
+
+    def peak(num_anchors: int) -> int:
+        trainer = trainer_of(tmp_path, target, tiny_drafter(), rows, rows)
+        trainer.num_anchors = num_anchors
+        loss, logits = None, LargestLogits()
+        batch = batch_of(*[[row] for row in rows])
+        batch["features"] = tapped_features(target, batch["document_input_ids"], batch["document_mask"], [0, 1, 2])[
+            batch["document_mask"].bool()
+        ]  # given, so that the target's own logits are not counted
+        with logits:
+            loss = trainer.compute_loss(trainer.model, batch)
+            loss.backward()
+        return logits.most
+
+    monkeypatch.setattr(training_step, "CHUNK_SLOTS", 4 * (BLOCK - 1))
+    few, many = peak(8), peak(64)
+    assert few == many > 0
+    monkeypatch.setattr(training_step, "CHUNK_SLOTS", 10**6)
+    assert peak(64) > 10 * many
+
+
+TEMPLATE = (
+    "{% for m in messages %}<start>{{ m.role }} {{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)
+
+
+def test_pitfall_79_the_loss_falls_on_the_coloured_answer_and_on_no_word_of_the_template(monkeypatch):
+    specials = ("<pad>", "<start>", "<end>", "user", "assistant", "<think>", "</think>")
+    tokenizer = tiny_tokenizer(90, specials, TEMPLATE)
+    prompt = encode(tokenizer, [{"role": "user", "content": "w3 w4"}], [], False)
+    assert tokenizer.convert_ids_to_tokens(prompt[-4:]) == ["<start>", "assistant", "<think>", "</think>"]
+    answer = tokenizer("w5 w6 w7").input_ids + [tokenizer.eos_token_id]
+    row = {"id": "a", "turn": 0, "prompt_ids": prompt, "answer_ids": answer}
+    rows = rows_of(batch_of([row]))
+    anchors = torch.arange(len(prompt), len(prompt) + 3)[None]  # every place that has a successor
+    labels, supervised = block_labels(rows, anchors, torch.ones_like(anchors, dtype=torch.bool), BLOCK)
+    assert labels[0, 0][supervised[0, 0]].tolist() == answer[1:]
+    assert set(labels[supervised].tolist()) == set(answer[1:])
+    drawn, valid = draw_anchors(rows, 50, generator())
+    assert drawn[valid].tolist() == anchors[0].tolist()
+
+    console = Console(record=True, width=300, highlight=False, force_terminal=True, color_system="standard")
+    monkeypatch.setattr(training_run, "Console", lambda: console)
+    training_run.show_sample(row, tokenizer)
+    segments = {}
+    for segment in console._record_buffer:
+        segments.setdefault(str(segment.style), []).append(segment.text)
+    assert "".join(segments["bold green"]) == tokenizer.decode(answer)
+    assert "".join(segments["dim"]) == tokenizer.decode(prompt)
+
+
+@pytest.mark.parametrize("layout", ["ours", "zlab", "speculators", "transformers"])
+def test_pitfall_88_a_warm_start_keeps_window_mask_and_taps(tmp_path, layout):
+    """Of a drafter in any format that `import` reads."""
+    from dflash_hub.convert.exporting import export_drafter
+    from test_init import save_target
+
+    save_target(tmp_path / "target")
+    kinds = {"layer_types": [SLIDING, FULL], "sliding_window": 7, "block_causal": [False, False]}
+    drafter = tiny_drafter(num_target_layers=8, target_layer_ids=[0, 2, 5], mask_token_id=95, **kinds)
+    drafter.save_pretrained(tmp_path / "ours")
+    if layout != "ours":
+        export_drafter(str(tmp_path / "ours"), tmp_path / layout, layout, target=str(tmp_path / "target"))
+    options = TrainOptions(str(tmp_path / "target"), [], "run", drafter=str(tmp_path / layout))
+    warm = warm_drafter(options)
+    for name in ("layer_types", "sliding_window", "block_causal", "mask_token_id", "target_layer_ids", "block_size"):
+        assert getattr(warm.config, name) == getattr(drafter.config, name), name
+    assert all(p.dtype == torch.float32 for p in warm.parameters())
+    for (name, one), (_, other) in zip(warm.named_parameters(), drafter.named_parameters()):
+        assert one.equal(other), name
+    options.window = 9
+    assert warm_drafter(options).config.sliding_window == 9
 
 
 @pytest.mark.parametrize("loss", ["ce", "kl"])
@@ -565,7 +715,7 @@ def test_only_the_drafter_learns(tmp_path, target, answers):
     assert all(not weights[name].equal(p) for name, p in drafter.named_parameters())
 
 
-def test_evaluation_during_training_is_real_generation(tmp_path, target, answers):
+def test_pitfall_87_evaluation_during_training_is_real_generation(tmp_path, target, answers):
     drafter = half_trained(target, answers)
     trainer = trainer_of(tmp_path, target, drafter, answers[:8], answers[8:], save_strategy="no")
     figures = trainer.evaluate()
@@ -601,8 +751,8 @@ def test_short_training_fine_tuned_on_long_texts_accepts_at_long_prompts(tmp_pat
         long_context(served.config, None, 2.0)
 
 
-def test_a_compiled_block_mask_compiles_once():
-    """Pitfall 85: a new mask each step is no new program."""
+def test_pitfall_85_a_compiled_block_mask_compiles_once():
+    """A new mask each step is no new program."""
     from torch._dynamo.testing import CompileCounter
     from torch.nn.attention.flex_attention import create_block_mask
 

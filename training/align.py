@@ -8,14 +8,40 @@ import dataclasses
 import json
 from pathlib import Path
 
+from transformers import AutoConfig, AutoTokenizer
+
 from ..benchmark.bench import complete_lines
 from ..convert.card import RECORD, write_card
 from ..convert.folders import new_folder
+from ..convert.importing import write_drafter
+from ..convert.init import target_skeleton
+from ..convert.reading import read_drafter
 from ..hub_dflash import write_text
-from ..modeling_dflash import DFlashDraftModel
+from ..target_dflash import check_pair
 from .check import read_record
-from .options import TrainOptions
-from .train import train
+from .data import split_held_out
+from .losses import BlockLoss
+from .options import TrainOptions, resolved
+from .train import check_environment, load_rows, train, training_arguments, warm_drafter
+
+
+def check_alignment(options: TrainOptions, prompts: list[dict], output: Path):
+    """All that can be wrong and be seen before the target answers anything, which may take hours.
+
+    Args:
+        options: as for `align`; the files in `answers` need not exist.
+        prompts: rows {"id", "messages"} that the target is to answer.
+
+    Raises:
+        ValueError, OSError: see `train`.
+    """
+    check_environment()
+    resolved(options)
+    BlockLoss(options.loss, None)
+    split_held_out(prompts, options.held_out, options.seed)
+    training_arguments(options, len(prompts) - options.held_out, output / "run")
+    check_pair(warm_drafter(options), target_skeleton(AutoConfig.from_pretrained(options.target)))
+    load_rows(options.rehearsal, options, AutoTokenizer.from_pretrained(options.target))
 
 
 def align(options: TrainOptions, output: Path, command: str) -> str:
@@ -35,7 +61,8 @@ def align(options: TrainOptions, output: Path, command: str) -> str:
     better = after[metric] > before[metric]
     source = str(run / "drafter") if better else options.drafter
     with new_folder(output / "drafter", force=(output / "drafter").exists()) as folder:
-        DFlashDraftModel.from_pretrained(source, dtype="auto").save_pretrained(folder)
+        found = read_drafter(source, options.target)
+        write_drafter(folder, found.config, found.match.drafter)
         if record := read_record(source):
             write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
         write_card(folder)

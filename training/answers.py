@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..benchmark.rows import cut_at_end, end_tokens, left_padded, pad_token
 from ..benchmark.server import Server
+from ..convert.checkpoint import read_json
 from ..hub_dflash import write_text
 from .identity import template_fingerprint
 
@@ -238,7 +239,7 @@ def _open_folder(output: Path, settings: dict):
     path = output / "settings.json"
     settings = json.loads(json.dumps(settings))
     if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = read_json(path)
         changed = [name for name in settings if before.get(name) != settings[name]]
         if changed:
             raise ValueError(

@@ -4,7 +4,6 @@ Faults of a drafter are silent: a tap that is off by one, another RoPE base, mas
 word and cost only speed. Each check here can find one of them; all run in seconds on a CPU.
 """
 
-import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from transformers.utils import cached_file
 from ..benchmark.rows import end_tokens
 from ..candidates_dflash import DFlashCandidateGenerator
 from ..convert.card import RECORD
+from ..convert.checkpoint import read_json
 from ..target_dflash import check_pair, tap_request, tapped
 from .answers import encode
 from .blocks import denoise
@@ -246,6 +246,17 @@ def first_right(drafter, target, rows: list[dict], layer_ids: list[int]) -> floa
 
 
 def read_record(drafter: str) -> dict | None:
-    """The training record of a drafter's folder or repository, where it has one."""
+    """The training record of a drafter's folder or repository, where it has one.
+
+    Raises:
+        ValueError: it is none; names the file.
+    """
     path = cached_file(drafter, RECORD, _raise_exceptions_for_missing_entries=False)
-    return json.loads(Path(path).read_text(encoding="utf-8")) if path else None
+    if path is None:
+        return None
+    record = read_json(Path(path))
+    for outer, inner in (("data", "identity"), ("result", "evaluation")):
+        part = record.get(outer) or {}
+        if not isinstance(part, dict) or not isinstance(part.get(inner) or {}, dict):
+            raise ValueError(f"{path} must hold an object `{outer}`, with an object or nothing as its `{inner}`.")
+    return record

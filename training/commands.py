@@ -1,6 +1,7 @@
 """The commands of training: `regenerate`, `train`, `check`, `align`. Heavy imports wait until a command runs."""
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,7 @@ import typer
 from typer import Option
 
 from ..benchmark.prompts import prompt_source, read_prompts
-from .options import TrainOptions
+from .options import FRESH, TrainOptions
 
 DEFAULT = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
 
@@ -25,23 +26,36 @@ def typed_command(program: str = "dflash-hub") -> str:
 def from_file(context: typer.Context, path: Path | None) -> Path | None:
     """Options of a YAML file stand where the command line is silent."""
     if path is not None:
-        import yaml
-
-        stated = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        stated = read_yaml(path.read_text(encoding="utf-8"), str(path))
+        if not isinstance(stated, dict | None):
+            raise ValueError(f"{path} holds {stated!r}; expected options, a line each, as `layers: 5`.")
         # A run's own `run.yaml` can be passed as it is.
-        stated = {name: value for name, value in stated.items() if name not in RECORDED and value is not None}
+        stated = {name: value for name, value in (stated or {}).items() if name not in RECORDED and value is not None}
         if isinstance(stated.get("taps"), list):
             stated["taps"] = ",".join(map(str, stated["taps"]))
         if "arguments" in stated:
-            stated["argument"] = [f"{name}={value}" for name, value in stated.pop("arguments").items()]
-        names = {parameter.name for parameter in context.command.params}
-        unknown = sorted(set(stated) - names)
-        if not isinstance(stated, dict) or unknown:
-            raise ValueError(
-                f"{path} states {unknown or stated!r}; options are {', '.join(sorted(names - {'config'}))}."
-            )
+            further = stated.pop("arguments")
+            if not isinstance(further, dict):
+                raise ValueError(f"{path} has {further!r} as `arguments`; expected names with their values.")
+            stated["argument"] = [f"{name}={json.dumps(value, default=str)}" for name, value in further.items()]
+        parameters = {parameter.name: parameter for parameter in context.command.params}
+        unknown = sorted(str(name) for name in stated if name not in parameters)
+        if unknown:
+            raise ValueError(f"{path} states {unknown}; options are {', '.join(sorted(set(parameters) - {'config'}))}.")
+        for name, value in stated.items():
+            if parameters[name].multiple and not isinstance(value, list):
+                stated[name] = [value]
         context.default_map = (context.default_map or {}) | stated
     return path
+
+
+def read_yaml(text: str, source: str):
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{source} is no YAML: {' '.join(str(error).split())}") from error
 
 
 Config = Annotated[
@@ -70,24 +84,51 @@ def regenerate(
     dtype: Annotated[str, Option(help="float32, bfloat16 or float16.")] = "float32",
     seed: Annotated[int, Option(help="Of the order of prompts and of sampling.")] = 0,
 ):
-    """Let the target answer prompts: what a drafter is trained on."""
-    import random
-
-    from transformers import AutoTokenizer
-
-    from ..benchmark.server import Server
-    from ..demo.smollm2 import smollm2
-    from . import answers
-    from .identity import identify
-
-    rows = [row for source in prompts for row in read_prompts(prompt_source(source), column)]
-    if count is not None:
-        rows = random.Random(seed).sample(rows, min(count, len(rows)))
-    target = target or smollm2()[0]
+    """Let the target answer prompts: what a drafter is trained on. Exit code 1 where none has an answer."""
+    rows = chosen_prompts(prompts, column, count, seed)
+    target = target or default_target()
     sampling = {"do_sample": False}
     if temperature:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
         sampling = {name: value for name, value in sampling.items() if value is not None}
+    answer_prompts(
+        rows, output, target, server=server, model=model, max_new_tokens=max_new_tokens, max_prompt_tokens=max_prompt_tokens,
+        sampling=sampling, thinking=thinking, batch_size=batch_size, dtype=dtype, seed=seed,
+    )  # fmt: skip
+    typer.echo(f"next: dflash-hub train --target {target} --answers {output} --output drafter-run")
+
+
+def chosen_prompts(sources: list[str], column: str | None, count: int | None, seed: int) -> list[dict]:
+    """Rows {"id", "messages"} of all sources, or `count` of them."""
+    import random
+
+    rows = [row for source in sources for row in read_prompts(prompt_source(source), column)]
+    if not rows:
+        raise ValueError(f"there is no prompt in {', '.join(sources)}.")
+    return rows if count is None else random.Random(seed).sample(rows, min(count, len(rows)))
+
+
+def default_target() -> str:
+    from ..demo.smollm2 import smollm2
+
+    return smollm2()[0]
+
+
+def answer_prompts(
+    rows: list[dict], output: Path, target: str, *, max_new_tokens: int, max_prompt_tokens: int, sampling: dict,
+    thinking: bool | None, batch_size: int, dtype: str, seed: int, server: str | None = None, model: str | None = None,
+):  # fmt: skip
+    """Let the target answer, in this process or on a server, and say how many it answered.
+
+    Raises:
+        typer.Exit: none has an answer.
+    """
+    from transformers import AutoTokenizer
+
+    from ..benchmark.server import Server
+    from . import answers
+    from .identity import identify
+
     if server:
         tokenizer = AutoTokenizer.from_pretrained(target)
         source = answers.RemoteTarget(Server(server, model), tokenizer, max_new_tokens, sampling, batch_size)
@@ -107,10 +148,9 @@ def regenerate(
         )
     if counts["failures"]:
         typer.echo(f"{counts['failures']} prompts have no answer; why is in {output}/failures.jsonl.")
-    typer.echo(
-        f"wrote {output}/answers.jsonl: {counts['answers']} answers, {counts['answer_tokens']} tokens\n"
-        f"next: dflash-hub train --target {target} --answers {output} --output drafter-run"
-    )
+    typer.echo(f"wrote {output}/answers.jsonl: {counts['answers']} answers, {counts['answer_tokens']} tokens")
+    if not counts["answers"]:
+        raise typer.Exit(1)
 
 
 def train(
@@ -120,6 +160,9 @@ def train(
     config: Config = None,
     resume: Annotated[bool, Option("--resume", help="Go on from the last checkpoint.")] = False,
     prompts: Annotated[list[str] | None, Option(help="JSONL of prompts, for answers that do not repeat them.")] = None,
+    column: Annotated[
+        str | None, Option(help="Column of a data set with the prompt's text. Default: messages.")
+    ] = None,
     rehearsal: Annotated[
         list[str] | None, Option(help="Further answers, trained on but never held out; repeatable.")
     ] = None,
@@ -129,8 +172,10 @@ def train(
     drafter: Annotated[
         str | None, Option(help="Warm start: a drafter's repository or folder, kept as configured.")
     ] = None,
-    layers: Annotated[int, Option(min=1, help="Depth of a fresh drafter.")] = DEFAULT["layers"],
-    block_size: Annotated[int, Option(min=2, help="Block of a fresh drafter.")] = DEFAULT["block_size"],
+    layers: Annotated[int | None, Option(min=1, help=f"Depth of a fresh drafter. Default: {FRESH['layers']}.")] = None,
+    block_size: Annotated[
+        int | None, Option(min=2, help=f"Block of a fresh drafter. Default: {FRESH['block_size']}.")
+    ] = None,
     taps: Annotated[str | None, Option(help="Tapped layers of a fresh drafter, as 1,9,17.")] = None,
     mask_token: Annotated[str | None, Option(help="Id or text of the mask token of a fresh drafter.")] = None,
     from_target_layers: Annotated[bool, Option(help="Start from the target's last layers.")] = False,
@@ -165,7 +210,7 @@ def train(
     max_steps: Annotated[int, Option(help="Steps instead of epochs.")] = DEFAULT["max_steps"],
     batch_size: Annotated[int, Option(min=1, help="Rows a step and process.")] = DEFAULT["batch_size"],
     accumulate: Annotated[int, Option(min=1, help="Batches an optimizer step.")] = DEFAULT["accumulate"],
-    learning_rate: Annotated[float, Option(help="Peak of a cosine schedule.")] = DEFAULT["learning_rate"],
+    learning_rate: Annotated[float, Option(min=0.0, help="Peak of a cosine schedule.")] = DEFAULT["learning_rate"],
     warmup: Annotated[float, Option(min=0.0, max=1.0, help="Share of steps.")] = DEFAULT["warmup"],
     attention: Annotated[str | None, Option(help="sdpa, eager or flex_attention. Default: flex on CUDA.")] = None,
     dtype: Annotated[str, Option(help="Of the target: float32, bfloat16 or float16.")] = DEFAULT["dtype"],
@@ -181,11 +226,10 @@ def train(
     ] = None,
 ):
     """Train a drafter for a target on the target's own answers; one process, or under `accelerate launch`."""
-    from ..demo.smollm2 import smollm2
     from .train import train as run
 
     values = {name: value for name, value in locals().items() if name in DEFAULT}
-    values["target"] = target or smollm2()[0]
+    values["target"] = target or default_target()
     values["taps"] = layer_list(taps)
     values |= {"prompts": [prompt_source(name) for name in prompts or []], "rehearsal": rehearsal or []}
     values["arguments"] = dict(read_argument(text) for text in argument or [])
@@ -208,12 +252,10 @@ def layer_list(taps: str | None) -> list[int] | None:
 
 
 def read_argument(text: str) -> tuple:
-    import yaml
-
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"--argument {text!r} is not NAME=VALUE.")
-    return name, yaml.safe_load(value)
+    return name, read_yaml(value, f"--argument {text!r}")
 
 
 def json_lines(figures: dict) -> str:
@@ -230,20 +272,14 @@ def check(
     dtype: Annotated[str, Option(help="float32, bfloat16 or float16.")] = "float32",
 ):
     """Is this drafter right for this target, and if it accepts little, why? Exit code 1 where something is wrong."""
-    import torch
-
-    from ..demo.smollm2 import smollm2
     from ..modeling_dflash import DFlashDraftModel
     from .check import check as run
     from .check import read_record
     from .train import load_target
 
-    loaded, tokenizer = load_target(target or smollm2()[0], dtype)
-    model = DFlashDraftModel.from_pretrained(
-        drafter, dtype=getattr(torch, dtype), device_map={"": loaded.device}
-    ).eval()
-    rows = [row for source in prompts or ["demo"] for row in read_prompts(prompt_source(source))][:count]
-    messages = [row["messages"] for row in rows]
+    messages = [row["messages"] for row in chosen_prompts(prompts or ["demo"], None, None, 0)[:count]]
+    loaded, tokenizer = load_target(target or default_target(), dtype)
+    model = DFlashDraftModel.from_pretrained(drafter, dtype=loaded.dtype, device_map={"": loaded.device}).eval()
     findings = run(model, loaded, tokenizer, messages, thinking, read_record(drafter), max_new_tokens)
     for finding in findings:
         typer.echo(str(finding))
@@ -272,7 +308,7 @@ def align(
     max_steps: Annotated[int, Option(help="Steps instead of epochs.")] = DEFAULT["max_steps"],
     num_anchors: Annotated[int, Option(min=1, help="Anchors a row and step, at most.")] = DEFAULT["num_anchors"],
     vocabulary: Annotated[str, Option(help="Of the loss: full, or answers.")] = DEFAULT["vocabulary"],
-    learning_rate: Annotated[float, Option(help="Peak of a cosine schedule.")] = 3e-4,
+    learning_rate: Annotated[float, Option(min=0.0, help="Peak of a cosine schedule.")] = 3e-4,
     held_out: Annotated[int, Option(min=1, help="Prompts kept for evaluation.")] = DEFAULT["held_out"],
     eval_prompts: Annotated[int, Option(min=1, help="Of these, answered in real generation.")] = DEFAULT[
         "eval_prompts"
@@ -288,18 +324,21 @@ def align(
     import accelerate
 
     from .align import align as run
+    from .align import check_alignment
 
     if accelerate.PartialState().num_processes > 1:
         raise ValueError("align runs in one process; train in many with `dflash-hub train --drafter`.")
-    answers = output / "answers"
-    regenerate(
-        prompts=prompts, output=answers, target=target, server=None, model=None, column=column, count=count,
-        max_new_tokens=max_new_tokens, max_prompt_tokens=2048, temperature=0.0, top_p=None, top_k=None, thinking=thinking,
-        batch_size=64, dtype=dtype, seed=seed,
-    )  # fmt: skip
     values = {name: value for name, value in locals().items() if name in DEFAULT}
-    values |= {"answers": [str(answers)], "rehearsal": rehearsal or [], "prompts": prompts if rehearsal else []}
-    typer.echo(run(TrainOptions(**values | {"output": str(output)}), output, typed_command()))
+    values |= {"answers": [str(output / "answers")], "output": str(output), "rehearsal": rehearsal or []}
+    values["prompts"] = [prompt_source(name) for name in prompts] if rehearsal else []
+    options = TrainOptions(**values)
+    rows = chosen_prompts(prompts, column, count, seed)
+    check_alignment(options, rows, output)
+    answer_prompts(
+        rows, output / "answers", target, max_new_tokens=max_new_tokens, max_prompt_tokens=2048,
+        sampling={"do_sample": False}, thinking=thinking, batch_size=64, dtype=dtype, seed=seed,
+    )  # fmt: skip
+    typer.echo(run(options, output, typed_command()))
     typer.echo(
         f"wrote {output}/drafter and {output}/report.md\n"
         f"next: dflash-hub bench --target {target} --drafter {output}/drafter --output bench-run"

@@ -1,6 +1,7 @@
 """What a training step costs: time, anchors a second and peak memory, and how they grow with anchors, block and length.
 
-    python -m dflash_hub.training.cost --steps 2
+    python -m dflash_hub.training.cost --vary num_anchors --steps 2
+    python -m dflash_hub.training.cost --base-only --num-anchors 16 --length 128 --layers 1 --steps 1   # a quick try
 
 Each configuration runs in a process of its own, since a peak of memory is a process's. Texts are random tokens: the cost does
 not depend on what they say.
@@ -18,6 +19,7 @@ import torch
 import typer
 
 from ..benchmark.bench import origin, peak_bytes
+from ..cli import run_plainly
 from ..convert.init import init_drafter
 from ..demo.smollm2 import smollm2
 from ..modeling_dflash import DFlashDraftModel
@@ -44,8 +46,9 @@ def measure(
 ) -> dict:
     """Seconds of a step of one row, and the process's peak memory, of which the models alone take a part."""
     loaded, _ = load_target(target, dtype)
+    vocabulary = loaded.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(100, loaded.config.vocab_size, (length,), generator=generator).tolist()
+    tokens = torch.randint(vocabulary // 2, vocabulary, (length,), generator=generator).tolist()
     row = {"id": "random", "turn": 0, "prompt_ids": tokens[: length // 4], "answer_ids": tokens[length // 4 :]}
     with tempfile.TemporaryDirectory() as folder:
         init_drafter(target, f"{folder}/start", layers, block_size)
@@ -69,7 +72,13 @@ def measure(
 
 def main(
     target: Annotated[str | None, typer.Option(help="Default: SmolLM2-135M-Instruct.")] = None,
-    steps: Annotated[int, typer.Option(help="Steps to measure.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure.")] = 3,
+    vary: Annotated[list[str] | None, typer.Option(help=f"{', '.join(VARIED)}; repeatable. Default: all.")] = None,
+    base_only: Annotated[bool, typer.Option("--base-only", help="Vary nothing: one configuration.")] = False,
+    num_anchors: Annotated[int, typer.Option(min=1, help="Of the base.")] = BASE["num_anchors"],
+    block_size: Annotated[int, typer.Option(min=2, help="Of the base.")] = BASE["block_size"],
+    length: Annotated[int, typer.Option(min=8, help="Tokens of a row, of the base.")] = BASE["length"],
+    layers: Annotated[int, typer.Option(min=1, help="Of the base.")] = BASE["layers"],
     dtype: Annotated[str, typer.Option(help="Of the target.")] = "float32",
     one: Annotated[str | None, typer.Option(hidden=True)] = None,
 ):
@@ -78,7 +87,12 @@ def main(
     if one is not None:
         typer.echo("RESULT " + json.dumps(measure(target, **json.loads(one), steps=steps, dtype=dtype)))
         return
-    configurations = [BASE] + [BASE | {name: value} for name, values in VARIED.items() for value in values]
+    base = BASE | {"num_anchors": num_anchors, "block_size": block_size, "length": length, "layers": layers}
+    unknown = sorted(set(vary or []) - set(VARIED))
+    if unknown:
+        raise ValueError(f"--vary {unknown[0]!r} is none of {', '.join(VARIED)}.")
+    varied = [] if base_only else vary or VARIED
+    configurations = [base] + [base | {name: value} for name in varied for value in VARIED[name]]
     typer.echo(
         "| anchors a row | block | tokens a row | layers | checkpointing | seconds a row | anchors/s | peak memory | of it models |"
     )
@@ -109,4 +123,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_plainly(typer.run, main)

@@ -17,10 +17,10 @@ from .identity import same_target
 SHARD_TOKENS = 100_000
 
 
-def feature_layers(drafter, target: PreTrainedModel, loss) -> list[int]:
+def feature_layers(config, target: PreTrainedModel, loss) -> list[int]:
     """The layers whose states training needs: the taps, and the last one where the loss asks for the target's logits."""
     last = target.config.get_text_config(decoder=True).num_hidden_layers - 1
-    return [*drafter.config.target_layer_ids, *([last] if loss.needs_teacher else [])]
+    return [*config.target_layer_ids, *([last] if loss.needs_teacher else [])]
 
 
 @torch.no_grad()

@@ -6,15 +6,16 @@ Each folder of `dflash-hub regenerate` is a set. The rounds are those of real gr
 cost in time is measured by `dflash-hub bench`.
 """
 
-import json
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from ..benchmark.bench import origin
 from ..benchmark.report import bootstrap, interval, table
+from ..cli import run_plainly
+from ..convert.checkpoint import read_json
+from ..demo.pair import DTYPES
 from ..demo.smollm2 import smollm2
 from ..modeling_dflash import DFlashDraftModel
 from .answers import read_answers
@@ -31,10 +32,10 @@ def main(
 ):
     """Print the table."""
     loaded, _ = load_target(target or smollm2()[0], dtype)
-    model = DFlashDraftModel.from_pretrained(drafter, dtype=getattr(torch, dtype)).to(loaded.device).eval()
+    model = DFlashDraftModel.from_pretrained(drafter, dtype=DTYPES[dtype]).to(loaded.device).eval()
     lines, taus = [], []
     for folder in answers:
-        settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+        settings = read_json(folder / "settings.json")
         if settings["generation"].get("do_sample", True):
             raise ValueError(f"the answers in {folder} were sampled; rounds can be replayed on greedy ones only.")
         rows = read_answers(folder / "answers.jsonl")
@@ -53,4 +54,4 @@ def tau_of(answers: list[list[int]]) -> float:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_plainly(typer.run, main)

@@ -1,6 +1,9 @@
 """The options of a training run; light to import, since the command line does."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+FRESH = {"layers": 5, "block_size": 16}
+ATTENTION = ("sdpa", "eager", "flex_attention")
 
 
 @dataclass
@@ -13,9 +16,10 @@ class TrainOptions:
     rehearsal: list[str] = field(default_factory=list)  # further answers, trained on but never held out
     rehearsal_share: float = 0.25  # how many of them at most, as a share of the other rows
     prompts: list[str] = field(default_factory=list)  # for answers that name prompts without repeating them
+    column: str | None = None  # of a data set among them, with the prompt's text
     drafter: str | None = None  # warm start: repository or folder
-    layers: int = 5
-    block_size: int = 16
+    layers: int | None = None  # of a fresh drafter, as the next four; None: as in `FRESH`
+    block_size: int | None = None
     taps: list[int] | None = None
     mask_token: str | None = None
     from_target_layers: bool = False
@@ -48,3 +52,30 @@ class TrainOptions:
     thinking: bool | None = None
     greedy: bool | None = None  # whether the answers are greedy ones; None: as their settings say
     arguments: dict = field(default_factory=dict)  # further TrainingArguments
+
+
+def resolved(options: TrainOptions) -> TrainOptions:
+    """With the shape of a fresh drafter filled in; a warm start has its own.
+
+    Raises:
+        ValueError: options that contradict each other, or a value that none of them has.
+    """
+    if options.attention not in (None, *ATTENTION):
+        raise ValueError(f"--attention {options.attention!r} is none of {', '.join(ATTENTION)}.")
+    if options.gamma is not None and options.loss == "dpace":
+        raise ValueError("--gamma is the decay of ce, kl and tv; dpace has weights of its own.")
+    if options.patience is not None and not options.eval_prompts:
+        raise ValueError("--patience needs evaluations: raise --eval-prompts above 0.")
+    if options.vocabulary not in ("full", "answers"):
+        raise ValueError(f"--vocabulary {options.vocabulary!r} is neither full nor answers.")
+    if options.drafter is None:
+        if options.yarn is not None:
+            raise ValueError("--yarn stretches the RoPE of a trained drafter: pass it with --drafter.")
+        return replace(options, **{name: getattr(options, name) or value for name, value in FRESH.items()})
+    shape = ("layers", "block_size", "taps", "mask_token", "from_target_layers")
+    given = ["--" + name.replace("_", "-") for name in shape if getattr(options, name)]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} shape a fresh drafter; --drafter keeps its own: leave out one or the other."
+        )
+    return options

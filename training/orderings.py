@@ -21,6 +21,7 @@ import typer
 
 from ..benchmark.bench import origin
 from ..benchmark.prompts import prompt_source
+from ..cli import run_plainly
 from ..convert.init import init_drafter
 from ..demo.smollm2 import smollm2
 from ..hub_dflash import write_text
@@ -161,6 +162,7 @@ def main(
     answers: Annotated[list[str], typer.Option(help="Answers: file or folder; repeatable.")],
     output: Annotated[Path, typer.Option(help="Folder of the results; finished variants are not run again.")],
     prompts: Annotated[list[str] | None, typer.Option(help="Prompts of answers that do not repeat them.")] = None,
+    target: Annotated[str | None, typer.Option(help="Default: SmolLM2-135M-Instruct.")] = None,
     only: Annotated[str, typer.Option(help="Take answers whose id starts so.")] = "",
     rows: Annotated[int, typer.Option(help="Answers to train on.")] = 800,
     held_out: Annotated[int, typer.Option(help="Answers to measure on.")] = 40,
@@ -169,11 +171,11 @@ def main(
 ):
     """Measure all variants on one subset of answers."""
     base = TrainOptions(
-        target=smollm2()[0], answers=answers, output=str(output), prompts=[prompt_source(p) for p in prompts or []],
+        target=target or smollm2()[0], answers=answers, output=str(output), prompts=[prompt_source(p) for p in prompts or []],
         layers=layers, block_size=8, from_target_layers=True, loss="ce", num_anchors=32, vocabulary="answers",
         features=str(output / "features"), dtype="bfloat16", bf16=True, max_length=800, learning_rate=6e-4,
     )  # fmt: skip
-    target, tokenizer = load_target(base.target, base.dtype)
+    loaded, tokenizer = load_target(base.target, base.dtype)
     found, _, _ = load_rows(answers, base, tokenizer)
     found, _ = usable_rows([row for row in found if row["id"].startswith(only)], base.max_length)
     random.Random(0).shuffle(found)
@@ -184,7 +186,7 @@ def main(
     for variant in VARIANTS:
         if variant.name in {result["variant"] for result in results}:
             continue
-        results.append(run_variant(variant, base, target, tokenizer, training, measured, seconds))
+        results.append(run_variant(variant, base, loaded, tokenizer, training, measured, seconds))
         write_text(path, json.dumps(results, indent=1) + "\n")
         print(results[-1], flush=True)
     below = "\n" + origin(typed_command("python -m dflash_hub.training.orderings")) + "\n"
@@ -193,4 +195,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_plainly(typer.run, main)

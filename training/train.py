@@ -4,10 +4,12 @@ A run's folder holds `run.yaml` (every option as resolved), `start/` (the untrai
 `curves.png`, and in the end `drafter/`: the best checkpoint by real acceptance, in bfloat16, with its record and card.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
 import random
+import typing
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,14 +19,25 @@ import yaml
 from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
-from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerCallback, TrainingArguments
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    EarlyStoppingCallback,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.integrations import get_reporting_integration_callbacks
 
 from ..benchmark.bench import complete_lines, environment
 from ..benchmark.prompts import read_prompts
 from ..configuration_dflash import FULL, SLIDING, DFlashConfig
 from ..convert.card import RECORD, write_card
+from ..convert.checkpoint import read_json
 from ..convert.folders import new_folder
 from ..convert.init import init_drafter
+from ..convert.reading import check_borrowed, read_drafter
+from ..demo.pair import DTYPES
 from ..hub_dflash import write_text
 from ..modeling_dflash import DFlashDraftModel
 from ..target_dflash import check_pair
@@ -33,7 +46,7 @@ from .data import Collator, PackedRows, document_key, split_held_out, usable_row
 from .features import FeatureCache, check_teacher, checksum, feature_layers, tapped_features
 from .identity import identify, same_target, template_fingerprint
 from .losses import BlockLoss, ReducedHead, default_gamma
-from .options import TrainOptions
+from .options import TrainOptions, resolved
 from .trainer import DFlashTrainer, checkpoint_activations, evaluate
 
 
@@ -43,8 +56,9 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
     Raises:
         ValueError: options, answers, target and drafter do not fit together; says what was found and what to do.
     """
-    if find_spec("matplotlib") is None:  # better now than after hours
-        raise ValueError("the curves of a run need matplotlib: pip install 'dflash-hub[train]'.")
+    # All that can be wrong with the options comes before anything is written.
+    check_environment()
+    options = resolved(options)
     output, state = Path(options.output), accelerate.PartialState()
     target, tokenizer = load_target(options.target, options.dtype)
     identity = identify(target)
@@ -57,19 +71,21 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
         random.Random(options.seed).shuffle(old)
         training, files = training + old[: round(options.rehearsal_share * len(training))], files + old_files
 
-    # All that can be wrong with the options comes before anything is written.
     attention = options.attention or ("flex_attention" if torch.cuda.is_available() else "sdpa")
-    config = planned_config(options)
-    if options.gamma is not None and options.loss == "dpace":
-        raise ValueError("--gamma is the decay of ce, kl and tv; dpace has weights of its own.")
-    if options.patience is not None and not options.eval_prompts:
-        raise ValueError("--patience needs evaluations: raise --eval-prompts above 0.")
-    if options.vocabulary not in ("full", "answers"):
-        raise ValueError(f"--vocabulary {options.vocabulary!r} is neither full nor answers.")
-    gamma = default_gamma(config.block_size) if options.gamma is None else options.gamma
+    if options.drafter is not None:
+        drafter = warm_drafter(options)
+        check_pair(drafter, target)
+        config = drafter.config
+    else:
+        config = fresh_config(options)
+    gamma = options.gamma
+    if gamma is None and options.loss != "dpace":
+        gamma = default_gamma(config.block_size)
     loss = BlockLoss(options.loss, gamma or None)
     if loss.needs_teacher:
         check_teacher(target)
+    if options.features:  # refuses a folder of others
+        FeatureCache(Path(options.features), identity, feature_layers(config, target, loss))
     dataset = PackedRows(training, options.pack_length, options.seed)
     fixed = attention == "flex_attention"
     arguments = training_arguments(options, len(dataset), output, fixed)
@@ -82,8 +98,8 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
         data = [file["sha256"] for file in files]
         _open_run(output, options, resume, attention=attention, gamma=gamma, data=data, weights=identity["weights"])
     with state.main_process_first():  # which writes a fresh drafter, and the features
-        drafter = starting_drafter(options, output)
-        check_pair(drafter, target)
+        if options.drafter is None:
+            drafter = fresh_drafter(options, output)
         cache = fill_cache(options.features, identity, target, drafter, loss, training) if options.features else None
     drafter.set_attn_implementation(attention)
     if options.gradient_checkpointing:
@@ -158,9 +174,15 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
 
 
 def load_target(name: str, dtype: str):
-    """(target, tokenizer), on the accelerator of this process where there is one."""
+    """(target, tokenizer), on the accelerator of this process where there is one.
+
+    Raises:
+        ValueError: an unknown dtype.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype!r} is none of {', '.join(DTYPES)}.")
     state = accelerate.PartialState(cpu=not torch.accelerator.is_available())
-    target = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), device_map={"": state.device})
+    target = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype], device_map={"": state.device})
     return target.requires_grad_(False).eval(), AutoTokenizer.from_pretrained(name)
 
 
@@ -175,14 +197,14 @@ def load_rows(
     Raises:
         ValueError: answers made with another chat template or thinking mode, or by another target; or two answers to one turn.
     """
-    prompts = {row["id"]: row["messages"] for source in options.prompts for row in read_prompts(source)}
+    prompts = {row["id"]: row["messages"] for source in options.prompts for row in read_prompts(source, options.column)}
     rows, files, greedy = {}, [], []
     for source in map(Path, sources):
         path = source / "answers.jsonl" if source.is_dir() else source
         if not path.is_file():
             raise ValueError(f"no answers at {path}; make them with `dflash-hub regenerate`.")
         settings_path = path.parent / "settings.json"
-        settings = json.loads(settings_path.read_text(encoding="utf-8")) if settings_path.is_file() else None
+        settings = read_json(settings_path) if settings_path.is_file() else None
         greedy.append(settings is not None and not settings["generation"].get("do_sample", True))
         if settings is not None and identity is not None:
             for name, here in (("template", template_fingerprint(tokenizer)), ("thinking", options.thinking)):
@@ -207,33 +229,47 @@ def load_rows(
     return list(rows.values()), files, all(greedy) if options.greedy is None else options.greedy
 
 
-def planned_config(options: TrainOptions) -> DFlashConfig:
-    """The config that the drafter will have, nothing written yet."""
-    if options.drafter is not None:
-        config = DFlashConfig.from_pretrained(options.drafter)
-        return DFlashConfig.from_pretrained(options.drafter, **long_context(config, options.window, options.yarn))
-    if options.yarn is not None:
-        raise ValueError("--yarn stretches the RoPE of a trained drafter: pass it with --drafter.")
-    return init_drafter(
-        options.target, None, options.layers, options.block_size, options.taps, options.window, options.mask_token,
-        options.from_target_layers, seed=options.seed,
-    ).config  # fmt: skip
+def check_environment():
+    """What a run needs at its end, better missed now than after hours."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("the curves of a run need matplotlib: pip install 'dflash-hub[train]'.")
 
 
-def starting_drafter(options: TrainOptions, output: Path) -> DFlashDraftModel:
-    """A warm start keeps everything that the drafter's config says, but for what is asked; else a fresh one, in `start/`.
+def fresh_config(options: TrainOptions) -> DFlashConfig:
+    """The config that a fresh drafter will have, nothing written yet."""
+    return init_drafter(options.target, None, **fresh_shape(options)).config
 
-    In float32: half-precision weights cannot take small steps.
-    """
-    if options.drafter is not None:
-        return DFlashDraftModel.from_pretrained(options.drafter, dtype=torch.float32, config=planned_config(options))
+
+def fresh_drafter(options: TrainOptions, output: Path) -> DFlashDraftModel:
+    """A fresh drafter in float32, in `start/`: half-precision weights cannot take small steps."""
     start = output / "start"
     if not start.exists():
-        init_drafter(
-            options.target, str(start), options.layers, options.block_size, options.taps, options.window,
-            options.mask_token, options.from_target_layers, seed=options.seed,
-        )  # fmt: skip
+        init_drafter(options.target, str(start), **fresh_shape(options))
     return DFlashDraftModel.from_pretrained(start, dtype=torch.float32)
+
+
+def fresh_shape(options: TrainOptions) -> dict:
+    names = ("layers", "block_size", "taps", "window", "mask_token", "from_target_layers", "seed")
+    return {name: getattr(options, name) for name in names}
+
+
+def warm_drafter(options: TrainOptions) -> DFlashDraftModel:
+    """`options.drafter`, of any format that `import` reads, in float32. It keeps its taps, mask token, windows and whatever
+    else its config says, but for what is asked.
+
+    Raises:
+        ValueError, OSError: see `read_drafter`, `check_borrowed` and `long_context`.
+    """
+    found = read_drafter(options.drafter, options.target)
+    if found.match.borrowed:
+        check_borrowed(found, options.target)
+    config = DFlashConfig.from_dict(
+        found.config.to_dict(), **long_context(found.config, options.window, options.yarn), dtype=torch.float32
+    )
+    config.name_or_path = options.drafter
+    drafter = DFlashDraftModel(config)
+    drafter.load_state_dict({name: tensor.whole() for name, tensor in found.match.drafter.items()})
+    return drafter
 
 
 def long_context(config: DFlashConfig, window: int | None, yarn: float | None) -> dict:
@@ -260,7 +296,7 @@ def long_context(config: DFlashConfig, window: int | None, yarn: float | None) -
 
 def fill_cache(folder: str, identity: dict, target, drafter, loss: BlockLoss, rows: list[dict]) -> FeatureCache:
     """The features of all rows, in `folder`; what it lacks is computed."""
-    layer_ids = feature_layers(drafter, target, loss)
+    layer_ids = feature_layers(drafter.config, target, loss)
     cache = FeatureCache(Path(folder), identity, layer_ids)
     cache.verify()
 
@@ -292,16 +328,43 @@ def training_arguments(options: TrainOptions, num_packs: int, output: Path, fixe
         "load_best_model_at_end": False, "restore_callback_states_from_checkpoint": True, "metric_for_best_model": "acceptance_length", "greater_is_better": True,
         "use_cpu": not torch.accelerator.is_available(),
     }  # fmt: skip
+    if steps < 1:
+        raise ValueError(f"--epochs {options.epochs:g} trains nothing; raise it, or pass --max-steps.")
     known = {f.name for f in dataclasses.fields(TrainingArguments)}
     unknown = sorted(set(options.arguments) - known)
     if unknown:
         raise ValueError(f"{unknown} are no fields of transformers' TrainingArguments.")
-    made = TrainingArguments(**fields | options.arguments)
+    fields |= {name: read_field(name, value) for name, value in options.arguments.items()}
+    try:
+        made = TrainingArguments(**fields)
+        # The trainer makes them later, when a run has begun.
+        for tracker in get_reporting_integration_callbacks(made.report_to):
+            tracker()
+        torch.optim.AdamW(
+            [nn.Parameter(torch.zeros(1))], made.learning_rate, (made.adam_beta1, made.adam_beta2), made.adam_epsilon,
+            made.weight_decay,
+        )  # fmt: skip
+    except Exception as error:  # transformers and torch raise many kinds for a value that makes no sense
+        raise ValueError(f"these options cannot be trained with: {' '.join(str(error).split())}") from error
     if made.n_gpu > 1:
         made._n_gpu = (
             1  # else transformers splits a batch over all GPUs, masks left out; several need `accelerate launch`
         )
     return made
+
+
+def read_field(name: str, value):
+    """A value of `--argument`; a number where the field of `TrainingArguments` is one: YAML takes 1e-4 for a text."""
+    hint = typing.get_type_hints(TrainingArguments)[name]
+    number = next((kind for kind in (int, float) if kind in (typing.get_args(hint) or (hint,))), None)
+    if number is None or value is None:
+        return value
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = number(value)
+    if not isinstance(value, (int, number)):
+        raise ValueError(f"--argument {name}={value} is no number; this field of TrainingArguments is one.")
+    return value
 
 
 def last_checkpoint(output: Path) -> str | None:

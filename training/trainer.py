@@ -86,7 +86,7 @@ class DFlashTrainer(Trainer):
         self.create_mask = (
             torch.compile(create_block_mask) if self.flex and args.device.type == "cuda" else create_block_mask
         )
-        self.layer_ids = feature_layers(drafter, target, loss)
+        self.layer_ids = feature_layers(drafter.config, target, loss)
         self._micro_step = (0, -1)  # optimizer step, batch in it
         self._anchors: torch.Tensor | int = 0  # of this process since the last log
         self._last_log = time.monotonic()
