@@ -174,6 +174,7 @@ def main(
         target=target or smollm2()[0], answers=answers, output=str(output), prompts=[prompt_source(p) for p in prompts or []],
         layers=layers, block_size=8, from_target_layers=True, loss="ce", num_anchors=32, vocabulary="answers",
         features=str(output / "features"), dtype="bfloat16", bf16=True, max_length=800, learning_rate=6e-4,
+        batch_size=2,  # many small steps: what a lever does shows early
     )  # fmt: skip
     loaded, tokenizer = load_target(base.target, base.dtype)
     found, _, _ = load_rows(answers, base, tokenizer)
