@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, tiny_drafter
+from dflash_hub.demo.terminal import run as show_demo
 
 ENTRY = Path(sys.executable).with_name("dflash-hub")
 
@@ -35,7 +36,7 @@ def test_import_and_export(tmp_path):
     done = run("import", "zlab", "back", "--target", "org/target", "--chat", cwd=tmp_path)
     assert done.returncode == 0 and "trust_remote_code=True" in done.stdout, done.stderr
     again = run("import", "zlab", "back", cwd=tmp_path)
-    assert again.returncode == 1 and "--force" in again.stderr and "Traceback" not in again.stderr
+    assert again.returncode == 2 and "--force" in again.stderr and "Traceback" not in again.stderr
     assert run("import", "zlab", "back", "--force", cwd=tmp_path).returncode == 0
 
 
@@ -74,7 +75,7 @@ def test_bad_input_gets_a_sentence_and_an_exit_code(arguments, sentence, tmp_pat
     import os
 
     done = run(*arguments, cwd=tmp_path, env=os.environ | {"HF_HUB_OFFLINE": "1"})
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert sentence in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "x").exists()
 
@@ -83,6 +84,16 @@ def test_the_demo_ends_with_the_same_text(smollm2_path):
     done = run("demo", "--target", smollm2_path, "--prompt", "What is 15 + 27?", "--max-new-tokens", 24)
     assert done.returncode == 0, done.stderr
     assert "What is 15 + 27?" in done.stdout and "yes" in done.stdout and "NO" not in done.stdout
+
+
+def test_the_demo_ends_with_the_positions_and_says_no_figure_where_there_is_none(pair_folders, capsys):
+    for prompt, new, cells in (("Hi", 1, ["1", "1", "-"]), ("x" * 504, 64, ["3"])):
+        show_demo([prompt], *pair_folders, new, 0.0, 0, "float32")
+        row = capsys.readouterr().out.splitlines()[-2]
+        assert [cell.strip() for cell in row.split("│")[2:]][: len(cells)] == cells and "nan" not in row
+    for prompt, sentence in ((" ", "the prompt is empty"), ("x" * 600, "the target has 512 positions")):
+        with pytest.raises(ValueError, match=sentence):
+            show_demo([prompt], *pair_folders, 8, 0.0, 0, "float32")
 
 
 def test_the_demo_samples(smollm2_path):
@@ -108,7 +119,7 @@ def test_the_demo_samples(smollm2_path):
 def test_the_demo_refuses_a_wrong_pair(tmp_path, smollm2_path):
     tiny_drafter().save_pretrained(tmp_path / "drafter")
     done = run("demo", "--target", smollm2_path, "--drafter", tmp_path / "drafter", "--max-new-tokens", 4)
-    assert done.returncode == 1 and "does not fit the target" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "does not fit the target" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_streamer_prints_everything_once(smollm2_path):
