@@ -553,3 +553,17 @@ def test_batches_are_measured_beside_plain_ones(models):
         measure_rows(*arguments[:2], ["lookup"], *arguments[3:])
     with pytest.raises(ValueError, match="words has 4 prompts, too few for 8 rows"):
         measure_rows(*arguments[:4], [8], 0)
+
+
+def test_what_moving_rows_costs_is_measured_round_by_round(models):
+    from dflash_hub.benchmark.moving import measure as measure_moving
+    from dflash_hub.benchmark.rows import batch_inputs
+    from dflash_hub.cache_dflash import CacheRollback
+
+    bench, commit = bench_of(models, max_new_tokens=24), CacheRollback.commit
+    _, rows = load_prompts(str(models / "words.jsonl"), 4, None)
+    ratios = measure_moving(bench, batch_inputs(bench, rows))
+    rounds = bench.drafter.last_speculation.target_passes - 1
+    assert sum(map(len, ratios.values())) == rounds > 3
+    assert all(0 < ratio < 20 for values in ratios.values() for ratio in values)
+    assert CacheRollback.commit is commit and "forward" not in vars(bench.target)
