@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from .benchmark.prompts import prompt_source
+from .benchmark.prompts import load_prompts, prompt_source
 from .training import commands as training
 
 app = typer.Typer(
@@ -284,7 +284,6 @@ def bench(
     choice_seed = None if first else seed
     command = training.typed_command()
     if server:
-        from .benchmark.prompts import load_prompts
         from .benchmark.server import Server, measure_server
 
         sets = [load_prompts(source, count, choice_seed) for source in sources]
@@ -293,21 +292,23 @@ def bench(
         return
     from .benchmark.bench import Bench, run_bench
     from .benchmark.report import write_report
+    from .benchmark.rows import measure_rows, methods_of_rows
     from .demo.pair import DTYPES
     from .demo.smollm2 import smollm2
 
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r} is none of {', '.join(DTYPES)}.")
+    names = [name.strip() for name in methods.split(",")]
+    batches = number_list(rows, "--rows") if rows else []
+    if batches:
+        methods_of_rows(names)
     models = Bench(
         target or smollm2()[0], drafter or str(here), assistant, dtype, max_new_tokens, temperature, thinking
     )
-    run_bench(output, models, methods.split(","), sources, count, choice_seed, seed, command)
-    if rows and models.state.is_main_process:
-        from .benchmark.prompts import load_prompts
-        from .benchmark.rows import measure_rows
-
+    run_bench(output, models, names, sources, count, choice_seed, seed, command)
+    if batches and models.state.is_main_process:
         sets = [load_prompts(source, count, choice_seed) for source in sources]
-        measure_rows(output, models, methods.split(","), sets, number_list(rows, "--rows"), seed)
+        measure_rows(output, models, names, sets, batches, seed)
     if models.state.is_main_process:
         typer.echo(write_report(output, compare))
         typer.echo(
@@ -321,7 +322,7 @@ def in_python(text: str) -> str:
 
 
 def number_list(text: str, option: str) -> list[int]:
-    numbers = [int(part) for part in text.split(",") if part.isdigit() and int(part) > 0]
+    numbers = [int(part) for part in text.split(",") if part.strip().isdecimal() and int(part) > 0]
     if len(numbers) != len(text.split(",")):
         raise ValueError(f"{option} {text!r} is no list of positive numbers; write it as 1,2,4.")
     return numbers

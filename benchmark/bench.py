@@ -13,6 +13,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,8 +22,10 @@ import torch
 import transformers
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ..demo.pair import room_for_answer
 from ..hub_dflash import write_text
 from ..modeling_dflash import DFlashDraftModel
+from ..training.identity import identify
 from .methods import make_method
 from .prompts import load_prompts
 
@@ -57,11 +60,28 @@ class Bench:
         self._zlab = None
 
     def inputs(self, messages: list[dict]) -> dict:
+        """Model inputs of a chat.
+
+        Raises:
+            ValueError: the target has too few positions for it and the new tokens; every method must write as many.
+        """
         thinking = {} if self.thinking is None else {"enable_thinking": self.thinking}
         encoded = self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=True, return_tensors="pt", **thinking
         )
+        length, new = encoded["input_ids"].shape[1], self.settings["max_new_tokens"]
+        room = room_for_answer(self.target, length)
+        if room is not None and room < new:
+            raise ValueError(
+                f"a prompt has {length} tokens ({messages[-1]['content'][:40]!r}), which leaves the target {room} positions for "
+                f"an answer of {new}; lower --max-new-tokens, or leave the prompt out."
+            )
         return dict(encoded.to(self.target.device))
+
+    def weights(self) -> dict[str, str | None]:
+        """Fingerprints of the models: a drafter that is trained on in its folder is another one."""
+        models = {"target": self.target, "drafter": self.drafter, "assistant": self.assistant}
+        return {f"{name} weights": model and identify(model)["weights"] for name, model in models.items()}
 
     def zlab_folder(self) -> str:
         """The drafter in z-lab's layout, written to a temporary folder that lives as long as the run."""
@@ -99,12 +119,23 @@ def run_bench(
     """Measure what `output` does not hold yet. Methods take turns on every prompt, so that drift of the machine hits all.
 
     Raises:
-        ValueError: the folder holds a run with other settings, or a method cannot run; says which.
+        ValueError: the folder holds a run with other settings, weights or code, something is named twice, a prompt is too
+            long, or a method cannot run; says which.
     """
     sets = [load_prompts(source, count, choice_seed) for source in prompts]
+    # Records are told apart by these names.
+    refuse_repeated("method", methods)
+    refuse_repeated("prompt set", [name for name, _ in sets])
+    for name, rows in sets:
+        refuse_repeated(f"id in {name}", [row["id"] for row in rows])
+        for row in rows:
+            bench.inputs(row["messages"][:1])
+    runners = {name: make_method(name, bench) for name in methods}
     settings = {
         "target": bench.target_path,
         "drafter": bench.drafter_path,
+        **bench.weights(),
+        "commit": commit(),
         "methods": methods,
         "sets": {name: [row["id"] for row in rows] for name, rows in sets},
         "dtype": str(bench.target.dtype),
@@ -117,22 +148,14 @@ def run_bench(
         _open_folder(output, settings, provenance(command, bench))
     bench.state.wait_for_everyone()
     done = {(r["method"], r["set"], r["id"], r["turn"]) for r in read_records(output)}
-    runners = {name: make_method(name, bench) for name in methods}
 
     # A prompt of each set in turn, so that drift of the machine hits all sets alike too.
     by_set = [[(name, row) for row in rows] for name, rows in sets]
     work = [item for turn in itertools.zip_longest(*by_set) for item in turn if item is not None]
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
     with (
         bench.state.split_between_processes(work) as mine,
-        Progress(*columns, disable=not bench.state.is_main_process, transient=True) as bar,
-        (output / f"records-{bench.state.process_index}.jsonl").open("a", encoding="utf-8") as file,
+        progress_bar(disable=not bench.state.is_main_process) as bar,
+        appending(output / f"records-{bench.state.process_index}.jsonl") as file,
     ):
         task = bar.add_task("prompts", total=len(mine))
         warm = False
@@ -151,6 +174,25 @@ def run_bench(
     bench.state.wait_for_everyone()
 
 
+def refuse_repeated(what: str, names: list[str]):
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise ValueError(
+            f"several times the {what} {repeated[0]!r}, so its records could not be told apart; name it once."
+        )
+
+
+def progress_bar(disable: bool = False) -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, disable=disable, transient=True)
+
+
 def measure(bench: Bench, runners: dict, set_name: str, row: dict, seed: int):
     """Yield one record a method and turn. The order of methods is shuffled by prompt; plain goes first, as the yardstick."""
     messages, greedy = [], not bench.settings["do_sample"]
@@ -162,6 +204,8 @@ def measure(bench: Bench, runners: dict, set_name: str, row: dict, seed: int):
         inputs = bench.inputs(messages)
         plain_ids = answer = None
         for name in order:
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
             run = runners[name].run(inputs, bench.settings, seed, plain_ids)
             answer = answer or run.new_ids
             if name == "plain":
@@ -201,7 +245,11 @@ def _open_folder(output: Path, settings: dict, origin: dict):
     path = output / "settings.json"
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
-        changed = [name for name in settings if before["settings"].get(name) != json.loads(json.dumps(settings[name]))]
+        changed = [
+            _difference(name, before["settings"].get(name), json.loads(json.dumps(settings[name])))
+            for name in settings
+            if before["settings"].get(name) != json.loads(json.dumps(settings[name]))
+        ]
         if changed:
             raise ValueError(
                 f"{output} holds a run with other {', '.join(changed)}; resume with the same, or pass another --output."
@@ -211,11 +259,25 @@ def _open_folder(output: Path, settings: dict, origin: dict):
     write_text(path, json.dumps({"settings": settings, "provenance": origin}, indent=1) + "\n")
 
 
+def _difference(name: str, before, now) -> str:
+    """The name, and both values where they are short."""
+    short = all(value is None or (isinstance(value, (str, int)) and len(str(value)) < 80) for value in (before, now))
+    return f"{name} ({before}, now {now})" if short else name
+
+
 def read_settings(folder: Path) -> dict:
     path = folder / "settings.json"
     if not path.is_file():
         raise ValueError(f"{folder} holds no benchmark run (no settings.json).")
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def appending(path: Path):
+    """A file of JSON lines, open for further ones: a line that an interruption cut is ended first."""
+    cut = path.exists() and not (b"\n" + path.read_bytes()).endswith(b"\n")
+    file = path.open("a", encoding="utf-8")
+    file.write("\n" * cut)
+    return file
 
 
 def complete_lines(path: Path) -> list[dict]:

@@ -95,17 +95,21 @@ def load_prompts(source: str, count: int, seed: int | None) -> tuple[str, list[d
 
 
 def read_prompts(source: str, column: str | None = None) -> list[dict]:
-    """All rows {"id", "messages"} of a local JSONL file, or of a data set on the Hub: `NAME`, `NAME:SPLIT`.
+    """All rows {"id", "messages"} of a local JSONL file, of a set of `SETS`, or of a data set on the Hub.
+
+    `NAME:SPLIT` takes another split than the set's own, or than `train`.
 
     Args:
         column: of a Hub data set, the one with the prompt's text; by default `messages`, of which user turns are taken.
 
     Raises:
-        ValueError: a row of another form; names it.
+        ValueError: no such data set, or a row of another form; names it.
     """
     if Path(source).is_file():
         return list(_read(Path(source)))
     name, _, split = source.partition(":")
+    if name in SETS:
+        return _public(SETS[name], split)
     rows = _load_dataset(name, split=split or "train")
     wanted = column or "messages"
     if wanted not in rows.column_names:
@@ -125,13 +129,24 @@ def _read(path: Path):
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
-            row = {}
-        users = [m for m in row.get("messages", []) if m.get("role") == "user"]
-        if "id" not in row or not users or len(users) != len(row["messages"]):
+            row = None
+        if not _is_prompt(row):
             raise ValueError(
-                f'{path}, line {number}: expected {{"id": ..., "messages": [user turns]}}, got {line[:80]!r}.'
+                f'{path}, line {number}: expected {{"id": ..., "messages": [user turns, each with a text as content]}}, got '
+                f"{line[:80]!r}."
             )
         yield row
+
+
+def _is_prompt(row) -> bool:
+    if not isinstance(row, dict) or not isinstance(row.get("id"), str | int):
+        return False
+    messages = row.get("messages")
+    return (
+        isinstance(messages, list)
+        and len(messages) > 0
+        and all(isinstance(m, dict) and m.get("role") == "user" and isinstance(m.get("content"), str) for m in messages)
+    )
 
 
 def _load_dataset(*name: str, split: str):
@@ -139,14 +154,21 @@ def _load_dataset(*name: str, split: str):
         from datasets import load_dataset
     except ImportError:
         raise ValueError("public prompt sets need the package `datasets`: pip install 'dflash-hub[bench]'.") from None
-    return load_dataset(*name, split=split)
+    try:
+        return load_dataset(*name, split=split)
+    except Exception as error:  # of many classes, by where it looked
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{name[0]!r} is no file, none of the prompt sets {', '.join(SETS)}, and no data set that can be loaded: {reason}"
+        ) from error
 
 
-def _public(prompt_set: PromptSet) -> list[dict]:
-    rows = _load_dataset(*prompt_set.load, split=prompt_set.split)
+def _public(prompt_set: PromptSet, split: str = "") -> list[dict]:
+    """Its prompts; of another split than its own, ids say which."""
+    rows = _load_dataset(*prompt_set.load, split=split or prompt_set.split)
     return [
         {
-            "id": prompt_set.row_id(row, i),
+            "id": f"{prompt_set.row_id(row, i)}:{split}" if split else prompt_set.row_id(row, i),
             "messages": [{"role": "user", "content": turn} for turn in prompt_set.turns(row)],
         }
         for i, row in enumerate(rows)

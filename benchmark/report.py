@@ -1,5 +1,6 @@
 """Tables, comparison and plots of a benchmark folder. What each figure means stands in the report itself."""
 
+import itertools
 import json
 import random
 from collections import defaultdict
@@ -12,7 +13,8 @@ from .rows import summarise_rows
 DEFINITIONS = """\
 - **tau**: tokens that a round adds to the text, the target's own token included, over all rounds of a set. A round is one
   target pass after the prompt's and the draft that it verified; what the prompt's pass adds (one token, or more where a
-  method drafts for it already) belongs to no round. In brackets: 95% interval, bootstrap over prompts.
+  method drafts for it already) belongs to no round. In brackets: 95% interval, bootstrap over prompts; all turns of a
+  prompt are drawn together.
 - **tokens/s**: new tokens over seconds of the whole call, the prompt's pass included.
 - **speed-up**: seconds of plain `generate` over seconds of the method, on the same prompts in the same run; 95% interval.
 - **first token**: mean seconds until the first new token reaches a streamer.
@@ -28,6 +30,19 @@ def bootstrap(prompts: list, statistic, draws: int = 1000) -> tuple[float, float
     chooser = random.Random(0)
     values = sorted(statistic(chooser.choices(prompts, k=len(prompts))) for _ in range(draws))
     return statistic(prompts), values[int(0.025 * draws)], values[int(0.975 * draws) - 1]
+
+
+def over_prompts(items: list, prompt_of, statistic) -> tuple[float, float, float]:
+    """`bootstrap` over the prompts of texts: turns of one prompt depend on each other, and are drawn together.
+
+    Args:
+        prompt_of: the prompt's id of an item.
+        statistic: of a list of items.
+    """
+    prompts = defaultdict(list)
+    for item in items:
+        prompts[prompt_of(item)].append(item)
+    return bootstrap(list(prompts.values()), lambda drawn: statistic(list(itertools.chain(*drawn))))
 
 
 def tau_of(records: list[dict]) -> float:
@@ -72,9 +87,9 @@ def summarise(folder: Path) -> list[dict]:
                 "set": set_name,
                 "method": method,
                 "texts": len(records),
-                "tau": bootstrap(records, tau_of) if any(r["rounds"] for r in records) else None,
+                "tau": over_prompts(records, lambda r: r["id"], tau_of) if any(r["rounds"] for r in records) else None,
                 "tokens_per_second": tokens / seconds,
-                "speedup": bootstrap(pairs, speedup_of) if pairs else None,
+                "speedup": over_prompts(pairs, lambda pair: pair[1]["id"], speedup_of) if pairs else None,
                 "first_token": sum(r["first_token"] for r in records) / len(records),
                 "target_passes": sum(r["target_passes"] for r in records) / len(records),
                 "drafter_passes": sum(r["drafter_passes"] for r in records) / len(records),
@@ -173,11 +188,22 @@ def markdown(folder: Path, rows: list[dict], compare: Path | None) -> str:
                 ],
             )
         )  # fmt: skip
-    parts.append(f"Peak memory of the process: {max(row['peak_bytes'] for row in rows) / 2**20:.0f} MiB")
+    parts.append(peak_memory(rows, on_cpu=origin["device"].startswith("CPU")))
     if compare:
         parts.append(f"## Against {compare}\n\n" + comparison(folder, compare))
     parts.append("## Definitions\n\n" + DEFINITIONS)
     return "\n\n".join(parts) + "\n"
+
+
+def peak_memory(rows: list[dict], on_cpu: bool) -> str:
+    """A GPU's peak is reset before each text, a process's cannot be."""
+    if on_cpu:
+        return f"Peak memory of the process, all methods together: {max(r['peak_bytes'] for r in rows) / 2**20:.0f} MiB"
+    peaks = {row["method"]: 0 for row in rows}
+    for row in rows:
+        peaks[row["method"]] = max(peaks[row["method"]], row["peak_bytes"])
+    by_method = ", ".join(f"{method} {peak / 2**20:.0f} MiB" for method, peak in peaks.items())
+    return f"Peak memory of the GPU by method, the weights of all models included: {by_method}"
 
 
 def comparison(folder: Path, before: Path) -> str:
@@ -197,9 +223,9 @@ def comparison(folder: Path, before: Path) -> str:
 
     rows = []
     for (set_name, method), pairs in groups.items():
-        change, speed = None, bootstrap(pairs, speedup_of)
+        change, speed = None, over_prompts(pairs, lambda pair: pair[1]["id"], speedup_of)
         if any(r["rounds"] for pair in pairs for r in pair):
-            change = bootstrap(pairs, tau_change)
+            change = over_prompts(pairs, lambda pair: pair[1]["id"], tau_change)
         moved = [
             what
             for what, value, still in (("tau", change, 0), ("speed", speed, 1))

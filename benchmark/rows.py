@@ -9,23 +9,33 @@ from pathlib import Path
 import torch
 
 from ..statistics_dflash import Speculation
-from .bench import complete_lines
+from .bench import appending, complete_lines
 
 METHODS = ("plain", "ours")  # of what `--methods` names; transformers' and z-lab's loops take one row
+
+
+def methods_of_rows(methods: list[str]) -> list[str]:
+    """Those of `methods` that take several rows.
+
+    Raises:
+        ValueError: none does.
+    """
+    found = [name for name in methods if name.split("-")[0] in METHODS]
+    if not found:
+        raise ValueError(f"--rows measures plain and ours, and --methods names neither: {', '.join(methods)}.")
+    return found
 
 
 def measure_rows(output: Path, bench, methods: list[str], sets: list, counts: list[int], seed: int):
     """Add what `rows.jsonl` lacks: one line a method and batch. Plain goes first on every batch, as the yardstick, then the others in turns; a short warm-up goes before.
 
     Raises:
-        ValueError: a set has fewer prompts than a batch has rows.
+        ValueError: a set has fewer prompts than a batch has rows, or no method takes several.
     """
-    methods = [name for name in methods if name.split("-")[0] in METHODS]
-    path = output / "rows.jsonl"
+    methods = methods_of_rows(methods)
     done = {(r["method"], r["set"], r["rows"], r["batch"]) for r in read_rows(output)}
-    warm, cut = False, path.exists() and not path.read_bytes().endswith(b"\n")
-    with path.open("a", encoding="utf-8") as file:
-        file.write("\n" * cut)
+    warm = False
+    with appending(output / "rows.jsonl") as file:
         for name, prompts in sets:
             for rows in counts:
                 if len(prompts) < rows:

@@ -7,10 +7,10 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 
 from ..hub_dflash import write_text
+from .bench import environment, progress_bar
 
 # Counters that say how much was accepted: tokens accepted and drafts made, by engine.
 COUNTERS = {
@@ -116,13 +116,21 @@ def measure_server(
     Each level starts with as many warm-up requests as it has slots, which are not counted.
     """
     rows = []
-    for name, prompts in sets:
-        messages = [row["messages"][:1] for row in prompts]
-        for level in concurrency:
+    with progress_bar() as bar:
+        task = bar.add_task("requests", total=len(concurrency) * sum(len(prompts) for _, prompts in sets))
+        for name, level, prompts in [(name, level, prompts) for name, prompts in sets for level in concurrency]:
+            bar.update(task, description=f"{name}, {level} at a time"[:40])
+            messages = [row["messages"][:1] for row in prompts]
+
+            def answer(message):
+                done = server.complete(message, max_new_tokens, temperature)
+                bar.advance(task)
+                return done
+
             with ThreadPoolExecutor(level) as pool:
                 list(pool.map(lambda m: server.complete(m, 8, temperature), (messages * level)[:level]))
                 before, start = server.metrics(), time.perf_counter()
-                answers = list(pool.map(lambda m: server.complete(m, max_new_tokens, temperature), messages))
+                answers = list(pool.map(answer, messages))
                 seconds = time.perf_counter() - start
             tokens = sum(answer[0] for answer in answers)
             rows.append(
@@ -142,10 +150,13 @@ def measure_server(
             f"| {row['set']} | {row['concurrency']} | {row['requests']} | {row['tokens_per_second']:.1f} | "
             f"{row['first_token']:.3f} s | {length} |"
         )
-    origin = {"command": command, "server": server.root, "model": server.model}
-    origin["date"] = datetime.now(UTC).isoformat(timespec="minutes")
+    # Of the client; what the server runs, only the server knows.
+    origin = {"command": command, "server": server.root, "model": server.model, **environment()}
     output.mkdir(parents=True, exist_ok=True)
     write_text(output / "server.json", json.dumps({"provenance": origin, "rows": rows}, indent=1) + "\n")
-    text = "\n".join(lines) + f"\n\n`{command}`, {server.model} at {server.root}, {origin['date']}\n"
+    text = "\n".join(lines) + (
+        f"\n\n`{command}`, {server.model} at {server.root}, {origin['date']}; client: commit {origin['commit']}, Python "
+        f"{origin['python']}, {origin['device']}\n"
+    )
     write_text(output / "server.md", text)
     return text

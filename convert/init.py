@@ -7,7 +7,14 @@ import torch
 from huggingface_hub import get_safetensors_metadata
 from huggingface_hub.errors import HTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+)
 from transformers.utils import cached_file
 
 from ..configuration_dflash import FULL, SLIDING, STATIC_ROPE_TYPES, DFlashConfig, spread_target_layer_ids
@@ -15,6 +22,9 @@ from ..modeling_dflash import DFlashDraftModel
 from ..target_dflash import embedding_rows, embedding_width
 from .checkpoint import read_index, tensors_of
 from .folders import new_folder
+
+MOST_DEPTH = 4  # of a drafter, as a multiple of its target's: tiny targets are tried with the default depth
+MOST_BLOCK = 256
 
 
 @dataclass
@@ -54,6 +64,7 @@ def init_drafter(
         ValueError: the target cannot have such a drafter; says why and what to do.
         FileExistsError: see `new_folder`.
     """
+    refuse_drafter(target, revision)
     target_config = AutoConfig.from_pretrained(target, revision=revision)
     skeleton = target_skeleton(target_config)
     tokenizer = AutoTokenizer.from_pretrained(target, revision=revision)
@@ -84,6 +95,13 @@ def init_drafter(
                 reasons.append(copy_target_layers(drafter, target, skeleton, text.num_hidden_layers, revision))
             drafter.save_pretrained(folder)
     return Plan(config, reasons, parameters)
+
+
+def refuse_drafter(target: str, revision: str | None):
+    """Before transformers asks whether to run the custom code that a drafter's folder carries."""
+    stated, _ = PreTrainedConfig.get_config_dict(target, revision=revision)
+    if stated.get("model_type") == "dflash" or "dflash_config" in stated:
+        raise ValueError(f"{target} is a DFlash drafter itself; pass the model that writes the text.")
 
 
 def recorded_name(target: str) -> str:
@@ -122,6 +140,13 @@ def derive_config(
     """The drafter's config for a target without weights; adds a sentence a choice to `reasons`."""
     text = skeleton.config.get_text_config(decoder=True)
     depth, hidden = text.num_hidden_layers, text.hidden_size
+    if layers > MOST_DEPTH * depth:
+        raise ValueError(
+            f"a drafter of {layers} layers for a target of {depth} costs more than it can save; pass --layers 1 to "
+            f"{MOST_DEPTH * depth}."
+        )
+    if block_size > MOST_BLOCK:
+        raise ValueError(f"a block of {block_size} positions; pass --block-size 2 to {MOST_BLOCK} (paper: 16).")
     if taps is None:
         taps = spread_target_layer_ids(depth, 5)
         reasons.append(

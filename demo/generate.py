@@ -74,25 +74,15 @@ class Conversation:
         """Answer one turn; a turn that fails or is interrupted leaves the chat as it was, without the cache.
 
         Raises:
-            ValueError: an empty prompt, or one that leaves the target no position for an answer.
+            ValueError: an empty prompt, one that leaves the target no position for an answer, or one that its tokenizer
+                cannot read.
         """
         if not prompt.strip():
             raise ValueError("the prompt is empty; pass it as an argument, in a --file, or on standard input.")
         messages = [*self.messages, {"role": "user", "content": prompt}]
-        inputs = (
-            self.pair.tokenizer(prompt, return_tensors="pt").to(self.pair.device)
-            if self.raw
-            else self.pair.encode(messages, **self.template)
-        )
+        inputs = self._read(messages)
         ids = inputs["input_ids"]  # (1, prompt)
-        settings, room = dict(self.settings), self.pair.max_length
-        if room is not None:
-            if ids.shape[1] >= room:
-                raise ValueError(
-                    f"the prompt has {ids.shape[1]} tokens, and the target has {room} positions for prompt and answer "
-                    "together; shorten the prompt."
-                )
-            settings["max_new_tokens"] = min(settings["max_new_tokens"], room - ids.shape[1])
+        settings = self.pair.fitting(self.settings, inputs)
 
         cache, self.cache = self.cache, None
         held = cached_length(cache)
@@ -116,6 +106,14 @@ class Conversation:
         return Answer(
             prompt, text, "stop" if ended else "length", ids.shape[1], reused, len(new), seconds, output.speculation
         )
+
+    def _read(self, messages: list[dict[str, str]]):
+        try:
+            if self.raw:
+                return self.pair.tokenizer(messages[-1]["content"], return_tensors="pt").to(self.pair.device)
+            return self.pair.encode(messages, **self.template)
+        except Exception as error:  # tokenizers raise no narrower class, templates their own
+            raise ValueError(f"the target's tokenizer cannot read the prompt: {error}") from error
 
 
 def run(

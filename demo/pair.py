@@ -14,6 +14,23 @@ from .smollm2 import smollm2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def room_for_answer(target, prompt_tokens: int) -> int | None:
+    """Tokens that an answer can have; None where the target's config sets no limit.
+
+    Raises:
+        ValueError: the prompt leaves none.
+    """
+    positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if not isinstance(positions, int):
+        return None
+    if prompt_tokens >= positions:
+        raise ValueError(
+            f"the prompt has {prompt_tokens} tokens, and the target has {positions} positions for prompt and answer "
+            "together; shorten the prompt."
+        )
+    return positions - prompt_tokens
+
+
 class Pair:
     """A target, its tokenizer and its drafter on one device.
 
@@ -42,17 +59,16 @@ class Pair:
         self.drafter = DFlashDraftModel.from_pretrained(self.drafter_path, dtype=self.target.dtype)
         self.drafter.to(self.device).eval()
 
-    @property
-    def max_length(self) -> int | None:
-        """Tokens that the target has positions for; None where its config sets no limit."""
-        length = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        return length if isinstance(length, int) else None
-
     def encode(self, messages: list[dict[str, str]], **template):
         """Model inputs of a chat, on the pair's device; `template` goes to the tokenizer's chat template."""
         return self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=True, return_tensors="pt", **template
         ).to(self.device)
+
+    def fitting(self, settings: dict, inputs) -> dict:
+        """`settings` of a call with no more new tokens than the target has positions for; see `room_for_answer`."""
+        room = room_for_answer(self.target, inputs["input_ids"].shape[1])
+        return settings if room is None else settings | {"max_new_tokens": min(settings["max_new_tokens"], room)}
 
 
 class DraftedText:

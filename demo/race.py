@@ -156,7 +156,7 @@ class Race:
         drafts: tokens to draft a round, or "auto" for as many as pay.
 
     Raises:
-        ValueError: an empty prompt, or one of more than `MAX_PROMPT_TOKENS` tokens.
+        ValueError: an empty prompt, one of more than `MAX_PROMPT_TOKENS` tokens, or of more than the target has positions.
     """
 
     def __init__(self, pair: Pair, prompt: str, seed: int, settings: dict, drafts: int | str = "auto"):
@@ -169,7 +169,7 @@ class Race:
                 f"The prompt has {length} tokens, and this page takes {MAX_PROMPT_TOKENS}, so that others get their turn: "
                 "shorten it, or run dflash-hub generate yourself."
             )
-        self.settings = settings
+        self.settings = settings = pair.fitting(settings, inputs)
         call = {**inputs, **settings}
         # DFlash goes first: it takes its own seed from torch's generator when it begins, and plain keeps using that.
         self.dflash = Lane(pair, call | {"num_assistant_tokens": drafts}, True, seed)

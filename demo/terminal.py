@@ -34,9 +34,11 @@ def run(
     """Stream each prompt's text with accepted drafted tokens coloured, then show what the drafter saved.
 
     Raises:
-        ValueError: an unknown dtype, or a pair that does not fit.
+        ValueError: an unknown dtype, a pair that does not fit, an empty prompt, or one that leaves the target no position.
         FileNotFoundError: no target could be found.
     """
+    if not all(prompt.strip() for prompt in prompts or PROMPTS):
+        raise ValueError("the prompt is empty; pass --prompt TEXT, or leave it out for a few of ours.")
     console = Console(highlight=False)
     pair = Pair(target, drafter, dtype)
     model, draft_model = pair.target, pair.drafter
@@ -48,30 +50,30 @@ def run(
     console.print(Text("accepted drafted tokens", DRAFTED), "have this colour; the others the target chose itself\n")
 
     table = Table("#", "tokens", "target passes", "tau", "seconds", "plain s", "speed-up", "same text")
-    for number, prompt in enumerate(prompts or PROMPTS, start=1):
-        inputs = pair.encode([{"role": "user", "content": prompt}])
+    encoded = [pair.encode([{"role": "user", "content": prompt}]) for prompt in prompts or PROMPTS]
+    settings = [pair.fitting({"max_new_tokens": max_new_tokens} | sampling, inputs) for inputs in encoded]
+    for number, (prompt, inputs, call) in enumerate(zip(prompts or PROMPTS, encoded, settings), start=1):
         prompt_length = inputs["input_ids"].shape[1]
-        model.generate(**inputs, max_new_tokens=2, do_sample=False)  # warm-up
-        model.generate(**inputs, max_new_tokens=4, do_sample=False, assistant_model=draft_model)
+        warm_up = {"max_new_tokens": min(4, call["max_new_tokens"]), "do_sample": False}
+        model.generate(**inputs, **warm_up)
+        model.generate(**inputs, **warm_up, assistant_model=draft_model)
 
         console.print(Text(f"{number}. {prompt}", "bold"))
         streamer = DraftStreamer(pair.tokenizer, coloured(console))
         torch.manual_seed(seed)
-        output, seconds = _timed(
-            model, inputs, max_new_tokens, sampling, assistant_model=draft_model, streamer=streamer
-        )
+        output, seconds = _timed(model, inputs, call, assistant_model=draft_model, streamer=streamer)
         speculation = draft_model.last_speculation
         streamer.finish(speculation)
         console.print("\n")
         torch.manual_seed(seed)
-        plain, plain_seconds = _timed(model, inputs, max_new_tokens, sampling)
+        plain, plain_seconds = _timed(model, inputs, call)
 
         identical = "sampled" if temperature else ("yes" if torch.equal(output, plain) else "NO")
         table.add_row(
             str(number),
             str(output.shape[1] - prompt_length),
             str(speculation.target_passes),
-            f"{speculation.tau:.2f}",
+            f"{speculation.tau:.2f}" if speculation.acceptance_lengths[0] else "-",
             f"{seconds:.2f}",
             f"{plain_seconds:.2f}",
             f"{plain_seconds / seconds:.2f}x",
@@ -91,11 +93,11 @@ def coloured(console: Console):
     return show
 
 
-def _timed(model, inputs, max_new_tokens: int, sampling: dict, **kwargs) -> tuple[torch.Tensor, float]:
+def _timed(model, inputs, settings: dict, **kwargs) -> tuple[torch.Tensor, float]:
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
-    output = model.generate(**inputs, max_new_tokens=max_new_tokens, **sampling, **kwargs)
+    output = model.generate(**inputs, **settings, **kwargs)
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     return output, time.perf_counter() - start

@@ -139,6 +139,7 @@ def test_a_race_that_is_left_ends_its_threads(small_pair, monkeypatch):
             "x" * (MAX_PROMPT_TOKENS + 1),
             rf"has {MAX_PROMPT_TOKENS + 6} tokens, and this page takes {MAX_PROMPT_TOKENS}",
         ),
+        ("x" * (MAX_PROMPT_TOKENS - 5), "has 512 tokens, and the target has 512 positions"),
     ),
 )
 def test_a_bad_prompt_gets_a_sentence(small_pair, prompt, sentence):
@@ -146,6 +147,12 @@ def test_a_bad_prompt_gets_a_sentence(small_pair, prompt, sentence):
     with pytest.raises(ValueError, match=sentence):
         Race(small_pair, prompt, 0, GREEDY, 4)
     assert threading.active_count() == threads
+
+
+def test_an_answer_is_no_longer_than_the_target_has_positions(small_pair):
+    race = Race(small_pair, "x" * (MAX_PROMPT_TOKENS - 8), 0, GREEDY, 4)
+    assert race.settings["max_new_tokens"] == 3
+    assert len(finished(race).plain.tokens) == 3 and race.same_text
 
 
 def test_what_a_call_raises_comes_out_of_the_race(small_pair):

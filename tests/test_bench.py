@@ -7,17 +7,22 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import tiny_drafter
+from dflash_hub import DFlashDraftModel
+from dflash_hub.benchmark import bench as bench_module
 from dflash_hub.benchmark import report
 from dflash_hub.benchmark.bench import Bench, read_records, run_bench
 from dflash_hub.benchmark.loop import measure as measure_loop
 from dflash_hub.benchmark.methods import make_method
-from dflash_hub.benchmark.prompts import SETS, load_prompts
+from dflash_hub.benchmark.prompts import SETS, load_prompts, read_prompts
 from dflash_hub.benchmark.server import Server, acceptance_length, measure_server
+from dflash_hub.cli import app
 from test_init import save_target
+from typer.testing import CliRunner
 
 METHODS = ["plain", "lookup", "assistant", "native", "ours", "ours-2", "ceiling-1.0", "ceiling-0.5"]
 
@@ -93,16 +98,61 @@ def test_an_interrupted_run_resumes_and_other_settings_are_refused(models):
     path = output / "records-0.jsonl"
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[:2]) + "\n" + lines[2][:40])  # cut in the middle of a line
-    with path.open("a") as file:
-        file.write("\n")
     again = run(models, output, ["plain", "ours"], count=2)
     key = lambda r: (r["method"], r["id"])  # noqa: E731
     assert sorted(map(key, again)) == sorted(map(key, before))
-    assert path.read_text().splitlines()[:2] == lines[:2]
+    assert path.read_text().splitlines()[:3] == [*lines[:2], lines[2][:40]]
+    assert run(models, output, ["plain", "ours"], count=2) == again  # and nothing is measured once more
     with pytest.raises(ValueError, match="holds a run with other sets"):
         run(models, output, ["plain", "ours"], count=3)
     with pytest.raises(ValueError, match="holds a run with other generation"):
         run(models, output, ["plain", "ours"], count=2, max_new_tokens=20)
+
+
+def test_a_drafter_that_was_trained_on_or_other_code_is_another_run(models, monkeypatch):
+    """Else one table would hold two drafters under one path."""
+    run(models, models / "run", ["plain", "ours"], count=2)
+    drafter = DFlashDraftModel.from_pretrained(models / "drafter")
+    with torch.no_grad():
+        drafter.norm.weight += 1e-3
+    drafter.save_pretrained(models / "drafter")
+    with pytest.raises(ValueError, match=r"other drafter weights \(\w{16}, now \w{16}\); resume with the same"):
+        run(models, models / "run", ["plain", "ours"], count=2)
+    tiny_drafter(num_target_layers=8).save_pretrained(models / "drafter")
+    monkeypatch.setattr(bench_module, "commit", lambda: "abc123")
+    with pytest.raises(ValueError, match=r"other commit \(.+, now abc123\)"):
+        run(models, models / "run", ["plain", "ours"], count=2)
+
+
+def test_what_is_named_twice_or_does_not_fit_is_refused_before_anything_is_written(models):
+    prompts, bench = str(models / "words.jsonl"), bench_of(models, max_new_tokens=510)
+    for methods, sources, sentence in (
+        (["plain", "plain"], [prompts], "several times the method 'plain'"),
+        (["plain"], [prompts, prompts], "several times the prompt set 'words'"),
+        (["plain"], [prompts], r"leaves the target \d+ positions for an answer of 510; lower --max-new-tokens"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            run_bench(models / "run", bench, methods, sources, 2, None, 0, "the command")
+    (models / "twice.jsonl").write_text('{"id": "a", "messages": [{"role": "user", "content": "w1"}]}\n' * 2)
+    with pytest.raises(ValueError, match="several times the id in twice 'a'"):
+        run_bench(models / "run", bench, ["plain"], [str(models / "twice.jsonl")], 2, None, 0, "the command")
+    bench.settings["max_new_tokens"] = 8
+    with pytest.raises(ValueError, match="no method ' ours'"):
+        run_bench(models / "run", bench, [" ours"], [prompts], 2, None, 0, "the command")
+    assert not (models / "run").exists()
+
+
+def test_the_command_strips_names_and_refuses_rows_that_nothing_takes(models, monkeypatch):
+    called = []
+    monkeypatch.setattr(
+        bench_module, "Bench", lambda *args: SimpleNamespace(state=SimpleNamespace(is_main_process=False))
+    )
+    monkeypatch.setattr(bench_module, "run_bench", lambda output, bench, methods, *args: called.append(methods))
+    arguments = ["bench", "--target", "t", "--output", str(models / "run"), "--methods"]
+    assert CliRunner().invoke(app, [*arguments, "plain, ours"]).exit_code == 0 and called == [["plain", "ours"]]
+    done = CliRunner().invoke(app, [*arguments, "lookup", "--rows", "2"])
+    assert isinstance(done.exception, ValueError) and "--rows measures plain and ours" in str(done.exception)
+    assert len(called) == 1
 
 
 def test_sampled_methods_are_not_compared_by_text(models):
@@ -188,6 +238,40 @@ def test_bad_prompts_are_named(tmp_path):
         load_prompts(str(tmp_path / "x.jsonl"), 1, None)
 
 
+@pytest.mark.parametrize(
+    "line",
+    (
+        "[1]", "5", '{"id": "a", "messages": "hi"}', '{"id": "a", "messages": []}', '{"id": "a", "messages": ["hi"]}',
+        '{"id": "a", "messages": [{"role": "user", "content": 5}]}', '{"id": "a", "messages": [{"role": "user"}]}',
+        '{"id": ["a"], "messages": [{"role": "user", "content": "x"}]}',
+        '{"id": "a", "messages": [{"role": "system", "content": "x"}]}',
+    ),
+)  # fmt: skip
+@pytest.mark.parametrize("read", (read_prompts, lambda path: load_prompts(path, 2, None)))
+def test_a_row_of_another_shape_is_named(line, read, tmp_path):
+    (tmp_path / "x.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match=r"x.jsonl, line 1: expected .* got "):
+        read(str(tmp_path / "x.jsonl"))
+
+
+def test_training_knows_the_sets_by_name_and_takes_other_splits_of_them(monkeypatch):
+    calls = []
+
+    def load_dataset(*name, split):
+        calls.append((name, split))
+        if name == ("/",):
+            raise RuntimeError("no data here\nand more")
+        return [{"question": "Q?"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert read_prompts("gsm8k") == load_prompts("gsm8k", 2, None)[1]
+    (row,) = read_prompts("gsm8k:train")
+    assert row["id"] == "gsm8k-test-0:train" and row["messages"][0]["content"].startswith("Q?\nPlease reason")
+    assert calls[-1] == (("openai/gsm8k", "main"), "train")
+    with pytest.raises(ValueError, match="'/' is no file, none of the prompt sets gsm8k.*: no data here$"):
+        read_prompts("/")
+
+
 def test_the_choice_is_seeded(tmp_path):
     lines = [json.dumps({"id": str(i), "messages": [{"role": "user", "content": "x"}]}) for i in range(50)]
     (tmp_path / "eval_x.jsonl").write_text("\n".join(lines))
@@ -239,6 +323,23 @@ def test_figures_follow_from_records(tmp_path):
     assert ours["slots"] == [(0.8, 0.8), (0.8, 1.0), (0.6, 0.75)]
     assert (ours["compared"], ours["same"], ours["excused"]) == (2, 1, 0)
     assert (ours["share_target"], ours["share_draft"]) == (0.5, 0.25)
+
+
+def test_turns_of_one_prompt_are_drawn_together(tmp_path):
+    """Two turns of a prompt are no two prompts: drawn apart they would make the interval too narrow."""
+    turns = [record("ours", row_id, [length] * 8, 1.0) | {"turn": turn}
+             for row_id, length in (("a", 2), ("b", 3), ("c", 4), ("d", 5)) for turn in (0, 1)]  # fmt: skip
+    (row,) = report.summarise(folder_of(tmp_path / "r", turns))
+    firsts = [r for r in turns if r["turn"] == 0]
+    assert row["tau"] == report.bootstrap(firsts, report.tau_of)
+    apart = report.bootstrap(turns, report.tau_of)
+    assert row["tau"][2] - row["tau"][1] > 1.2 * (apart[2] - apart[1])
+
+
+def test_a_gpus_peak_is_by_method_and_a_processs_is_not():
+    rows = [{"method": m, "peak_bytes": n * 2**20} for m, n in (("plain", 3), ("ours", 5), ("plain", 4))]
+    assert "process, all methods together: 5 MiB" in report.peak_memory(rows, on_cpu=True)
+    assert report.peak_memory(rows, on_cpu=False).endswith("plain 4 MiB, ours 5 MiB")
 
 
 def test_the_report_has_provenance_and_definitions(tmp_path):
@@ -401,6 +502,7 @@ def test_a_server_is_measured_at_every_concurrency(fake_engine, tmp_path):
     saved = json.loads((tmp_path / "out" / "server.json").read_text())
     assert [(r["concurrency"], r["requests"], r["tokens"]) for r in saved["rows"]] == [(1, 5, 30), (4, 5, 30)]
     assert all(r["acceptance_length"] == 3.0 and r["first_token"] > 0 for r in saved["rows"])
+    assert saved["provenance"].keys() >= {"commit", "date", "device", "python", "torch", "transformers"}
     assert saved["provenance"]["model"] == "fake" and "| s | 4 | 5 |" in text
 
 
@@ -447,5 +549,21 @@ def test_batches_are_measured_beside_plain_ones(models):
         assert entry["same"] == entry["compared"] == entry["rows"] * entry["batches"]
         assert (entry["tau"] is None) == (entry["method"] == "plain")
     assert "| 4 | 1 |" in write_report(output) and (output / "rows.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match="--methods names neither: lookup"):
+        measure_rows(*arguments[:2], ["lookup"], *arguments[3:])
     with pytest.raises(ValueError, match="words has 4 prompts, too few for 8 rows"):
         measure_rows(*arguments[:4], [8], 0)
+
+
+def test_what_moving_rows_costs_is_measured_round_by_round(models):
+    from dflash_hub.benchmark.moving import measure as measure_moving
+    from dflash_hub.benchmark.rows import batch_inputs
+    from dflash_hub.cache_dflash import CacheRollback
+
+    bench, commit = bench_of(models, max_new_tokens=24), CacheRollback.commit
+    _, rows = load_prompts(str(models / "words.jsonl"), 4, None)
+    ratios = measure_moving(bench, batch_inputs(bench, rows))
+    rounds = bench.drafter.last_speculation.target_passes - 1
+    assert sum(map(len, ratios.values())) == rounds > 3
+    assert all(0 < ratio < 20 for values in ratios.values() for ratio in values)
+    assert CacheRollback.commit is commit and "forward" not in vars(bench.target)

@@ -15,6 +15,9 @@ WARPERS = {
     "top-p": [lp.TemperatureLogitsWarper(1.5), lp.TopPLogitsWarper(0.8)],
     "min-p": [lp.MinPLogitsWarper(0.2)],
     "typical": [lp.TypicalLogitsWarper(0.7)],
+    "top-h": [lp.TopHLogitsWarper(0.5)],
+    "epsilon": [lp.EpsilonLogitsWarper(0.08)],
+    "eta": [lp.EtaLogitsWarper(0.08)],
     "repetition penalty": [lp.RepetitionPenaltyLogitsProcessor(1.8)],
 }
 
@@ -78,6 +81,10 @@ SAMPLING = {
     "top-k": {"temperature": 1.3, "top_k": 12},
     "top-p": {"top_p": 0.7, "top_k": 0},
     "min-p": {"min_p": 0.1},
+    "top-h": {"top_h": 0.6, "temperature": 1.5},
+    "typical": {"typical_p": 0.8},
+    "epsilon": {"epsilon_cutoff": 0.02},
+    "eta": {"eta_cutoff": 0.02},
     "repetition penalty": {"repetition_penalty": 1.5, "temperature": 0.7},
 }
 

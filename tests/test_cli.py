@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, tiny_drafter
+from dflash_hub.demo.terminal import run as show_demo
 
 ENTRY = Path(sys.executable).with_name("dflash-hub")
 
@@ -83,6 +84,16 @@ def test_the_demo_ends_with_the_same_text(smollm2_path):
     done = run("demo", "--target", smollm2_path, "--prompt", "What is 15 + 27?", "--max-new-tokens", 24)
     assert done.returncode == 0, done.stderr
     assert "What is 15 + 27?" in done.stdout and "yes" in done.stdout and "NO" not in done.stdout
+
+
+def test_the_demo_ends_with_the_positions_and_says_no_figure_where_there_is_none(pair_folders, capsys):
+    for prompt, new, cells in (("Hi", 1, ["1", "1", "-"]), ("x" * 504, 64, ["3"])):
+        show_demo([prompt], *pair_folders, new, 0.0, 0, "float32")
+        row = capsys.readouterr().out.splitlines()[-2]
+        assert [cell.strip() for cell in row.split("│")[2:]][: len(cells)] == cells and "nan" not in row
+    for prompt, sentence in ((" ", "the prompt is empty"), ("x" * 600, "the target has 512 positions")):
+        with pytest.raises(ValueError, match=sentence):
+            show_demo([prompt], *pair_folders, 8, 0.0, 0, "float32")
 
 
 def test_the_demo_samples(smollm2_path):

@@ -1,6 +1,9 @@
 """Greedy decoding through `target.generate(assistant_model=drafter)`: the text is the target's, token for token."""
 
+import functools
 import inspect
+import itertools
+import types
 
 import pytest
 import torch
@@ -10,6 +13,9 @@ from dflash_hub import clock_dflash, generation_dflash
 from dflash_hub.generation_dflash import ScheduleMemory
 from dflash_hub.schedule_dflash import DraftSchedule
 from dflash_hub.target_dflash import CACHE
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     GenerationConfig,
     GenerationMixin,
@@ -174,7 +180,7 @@ def test_a_target_that_cuts_its_logits_is_drafted_for_as_wide(kwargs):
 # ------------------------------------------------------------------------------------------------- stops and lengths
 
 
-@pytest.mark.parametrize("form", ("int", "list", "target's config", "passed config"))
+@pytest.mark.parametrize("form", ("int", "list", "tensor", "target's config", "passed config"))
 def test_end_tokens_in_every_form(form, drafts_of):
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     plain = greedy(target, ids, max_new_tokens=20)
@@ -186,6 +192,8 @@ def test_end_tokens_in_every_form(form, drafts_of):
         kwargs["eos_token_id"] = first
     elif form == "list":
         kwargs["eos_token_id"] = [first, second]
+    elif form == "tensor":
+        kwargs["eos_token_id"] = torch.tensor([first, second])
     elif form == "target's config":
         target.generation_config.eos_token_id = [first, second]
     else:
@@ -207,24 +215,45 @@ class StopsAt(StoppingCriteria):
         return torch.tensor([input_ids.shape[1] >= self.length])
 
 
-@pytest.mark.parametrize("offset", range(1, 11))
-def test_pitfall_2_a_custom_criterion_stops_inside_a_block(offset, drafts_of):
-    """Pitfall 2: at every offset, asked once per token and in order, and nothing after it is streamed or cached."""
+@pytest.mark.parametrize("offset", range(1, 12))
+@pytest.mark.parametrize("how", ("criterion", "stop string"))
+def test_pitfall_2_3_a_stop_inside_a_block(how, offset, drafts_of, pair_folders):
+    """Pitfalls 2, 3: at every token of two blocks; nothing after it is streamed or cached, and a criterion is asked once
+    per token and in order."""
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     plain = greedy(target, ids, max_new_tokens=20)
     drafts_of("oracle", plain)
-    criterion = StopsAt(10 + offset)
-    output = greedy(
-        target,
-        ids,
-        assistant_model=drafter,
-        max_new_tokens=20,
-        stopping_criteria=StoppingCriteriaList([criterion]),
-        return_dict_in_generate=True,
-    )
-    assert output.sequences[0].tolist() == plain[0, : 10 + offset].tolist()
-    assert criterion.seen == list(range(11, 11 + offset))
+    criterion, streamer = StopsAt(10 + offset), Collects()
+    if how == "criterion":
+        stop = {"stopping_criteria": StoppingCriteriaList([criterion])}
+    else:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(pair_folders[0])
+        stop = {"stop_strings": [tokenizer.decode(plain[0, 6 + offset : 10 + offset])], "tokenizer": tokenizer}
+    expected = greedy(target, ids, max_new_tokens=20, **stop)
+    assert expected[0].tolist() == plain[0, : 10 + offset].tolist()
+    criterion.seen.clear()
+    kwargs = {"max_new_tokens": 20, "streamer": streamer, "return_dict_in_generate": True}
+    output = greedy(target, ids, assistant_model=drafter, **kwargs, **stop)
+    assert torch.equal(output.sequences, expected)
+    assert [token for piece in streamer.pieces for token in piece] == expected[0].tolist() and streamer.ended
     assert output[CACHE].get_seq_length() == 10 + offset - 1
+    assert how == "stop string" or criterion.seen == list(range(11, 11 + offset))
+    assert output.speculation.num_accepted > 0 or offset == 1
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_max_time_stops_where_plain_does(kind, drafts_of, monkeypatch):
+    """With a clock that goes on by a second whenever the criterion looks at it."""
+    from transformers.generation import stopping_criteria
+
+    target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
+    drafts_of(kind, greedy(target, ids, max_new_tokens=20))
+    clock = itertools.count()
+    monkeypatch.setattr(stopping_criteria, "time", types.SimpleNamespace(time=lambda: float(next(clock))))
+    plain = greedy(target, ids, max_new_tokens=20, max_time=7.5)
+    text = greedy(target, ids, max_new_tokens=20, max_time=7.5, assistant_model=drafter)
+    assert torch.equal(text, plain) and text.shape[1] == 18
+    assert drafter.last_speculation.num_accepted > 0 or kind == "random"
 
 
 def test_pitfall_2_3_stop_strings(drafts_of, smollm2_path):
@@ -444,6 +473,83 @@ def test_the_first_round_sees_the_whole_prompt_and_later_ones_what_was_accepted(
     torch.testing.assert_close(fed, expected[:, : fed.shape[1]], atol=1e-4, rtol=1e-4)
 
 
+class HostReads(TorchFunctionMode):
+    """Counts what waits for the device, and ops that make token ids as long as the text; none of the target's own."""
+
+    READ = (torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy)
+    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2")
+
+    def __init__(self, long: int):
+        super().__init__()
+        self.long, self.elsewhere, self.reads, self.copies = long, 0, 0, 0
+        self.ops = self.Ops(self)
+
+    def __enter__(self):
+        self.ops.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.ops.__exit__(*error)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.reads += not self.elsewhere and function in self.READ
+        return function(*args, **kwargs or {})
+
+    class Ops(TorchDispatchMode):
+        def __init__(self, counts):
+            super().__init__()
+            self.counts = counts
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            made, counts = op(*args, **kwargs or {}), self.counts
+            if not counts.elsewhere:
+                counts.reads += op.overloadpacket.__name__ in counts.WAITING
+                given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)}
+                counts.copies += any(
+                    t.dtype == torch.int64 and t.numel() >= counts.long and t.untyped_storage().data_ptr() not in given
+                    for t in tree_leaves(made)
+                    if torch.is_tensor(t)
+                )
+            return made
+
+    def leave_out(self, run):
+        """The same function; what it does is not counted."""
+
+        @functools.wraps(run)
+        def uncounted(*args, **kwargs):
+            self.elsewhere += 1
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self.elsewhere -= 1
+
+        return uncounted
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_round_waits_for_the_device_once_and_copies_no_text(kind, drafts_of, monkeypatch):
+    """What a call adds for further rounds; the drafter's own work is counted where it is not a stand-in."""
+    target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(400)
+    plain = greedy(target, ids, max_new_tokens=40)
+    drafts_of(kind, plain)
+    figures = []
+    for new in (12, 40):
+        counts = HostReads(long=400)
+        stand_ins = [(type(target), "forward")]
+        if kind != "random":
+            stand_ins.append((generation_dflash.DFlashCandidateGenerator, "draft_logits"))
+        with monkeypatch.context() as patched, counts:
+            for owner, name in stand_ins:
+                patched.setattr(owner, name, counts.leave_out(getattr(owner, name)))
+            greedy(target, ids, assistant_model=drafter, max_new_tokens=new, num_assistant_tokens=4)
+        figures.append((len(drafter.last_speculation.accepted[0]), counts.reads, counts.copies))
+    (few, few_reads, few_copies), (many, many_reads, many_copies) = figures
+    assert many - few >= 5 and many_reads - few_reads == many - few
+    assert many_copies == few_copies > 0  # those of the call's preparation are seen
+    assert drafter.last_speculation.num_accepted > 0 or kind == "random"
+
+
 # ------------------------------------------------------------------------------------------------- how many to draft
 
 
@@ -465,6 +571,8 @@ def test_number_of_drafted_tokens(drafts_of):
     target.generation_config.num_assistant_tokens = 4
     assert drafted(max_new_tokens=20) == 4
     assert drafted(generation_config=config) == 2
+    # transformers' own filler: not told from an unset one, see docs/generate.md.
+    assert drafted(generation_config=GenerationConfig(max_new_tokens=20, num_assistant_tokens=20, do_sample=False)) == 4
     for bad in (0, 5, 20, True, 2.0):
         with pytest.raises(ValueError, match="drafts 1 to 4"):
             target.generate(ids, assistant_model=drafter, num_assistant_tokens=bad)

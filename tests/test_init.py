@@ -83,6 +83,33 @@ def test_command_line(tmp_path):
         assert failed.returncode == 2 and sentence in failed.stderr and "Traceback" not in failed.stderr, failed.stderr
 
 
+@pytest.mark.parametrize(
+    ("sizes", "sentence"),
+    (
+        ({"layers": 100_000}, "a drafter of 100000 layers for a target of 8 .*pass --layers 1 to 32"),
+        ({"block_size": 1_000_000}, "a block of 1000000 positions; pass --block-size 2 to 256"),
+    ),
+)
+def test_sizes_that_cannot_pay_are_refused_at_once(sizes, sentence, tmp_path):
+    save_target(tmp_path / "target")
+    with pytest.raises(ValueError, match=sentence):
+        init_drafter(str(tmp_path / "target"), None, **sizes)
+
+
+def test_a_drafter_is_no_target_and_nothing_is_asked(tmp_path, monkeypatch):
+    """Its folder carries code, and transformers would ask whether to run it."""
+    save_target(tmp_path / "target")
+    init_drafter(str(tmp_path / "target"), tmp_path / "drafter", layers=1)
+    monkeypatch.setattr("builtins.input", lambda *args: pytest.fail("asked"))
+    with pytest.raises(ValueError, match="drafter is a DFlash drafter itself"):
+        init_drafter(str(tmp_path / "drafter"), None)
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    (tmp_path / "zlab").mkdir()
+    (tmp_path / "zlab" / "config.json").write_text(json.dumps(config | {"dflash_config": {"mask_token_id": 3}}))
+    with pytest.raises(ValueError, match="zlab is a DFlash drafter itself"):
+        init_drafter(str(tmp_path / "zlab"), None)
+
+
 # ------------------------------------------------------------------------------------------------- mask token
 
 

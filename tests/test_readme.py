@@ -1,8 +1,12 @@
-"""Every command of the README runs, as written, with tiny models in the place of large ones."""
+"""Every command of the README runs, as written, with tiny models in the place of large ones; others exist as documented."""
 
 import re
+import runpy
 import shlex
+import sys
 
+import pytest
+import typer
 from conftest import ROOT, tiny_target
 from dflash_hub.cli import app
 from test_answers import prompts_of
@@ -69,3 +73,64 @@ def test_the_readmes_commands_run_one_after_the_other(tmp_path, monkeypatch):
         assert done.exit_code == 0 or low, (command, done.output, done.exception)
         ran.add(name)
     assert {"init", "import", "export", "inspect", "regenerate", "train", "check", "align", "bench"} <= ran
+
+
+# ------------------------------------------------------------------------------------------------- what is named exists
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def code_of(text: str) -> list[str]:
+    """Lines of code blocks, fenced or indented, and spans of code."""
+    fenced = re.compile(r"^```.*?^```", re.M | re.S)
+    lines = [line.strip() for block in fenced.findall(text) for line in block.splitlines()]
+    text = fenced.sub("", text)
+    lines += [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    return lines + [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
+
+
+def documented(start: str) -> list[list[str]]:
+    """The words of every piece of code that starts so, comments left out."""
+    pieces = [piece for page in PAGES for piece in code_of(page.read_text(encoding="utf-8"))]
+    return [shlex.split(piece, comments=True) for piece in pieces if piece.startswith(start)]
+
+
+def options_of(words: list[str]) -> set[str]:
+    return {word.partition("=")[0] for word in words if word.startswith("--")}
+
+
+def test_every_target_of_make_exists():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = {words[1] for words in documented("make ")}
+    assert {"demo", "test", "peers", "lint", "test-oldest", "test-slow"} <= named <= targets
+
+
+def test_every_command_and_its_options_exist():
+    commands = typer.main.get_command(app).commands
+    named = [words[1:] for words in documented("dflash-hub ")]
+    assert len(named) > 15
+    for name, *words in named:
+        known = {option for part in commands[name].params for option in (*part.opts, *part.secondary_opts)}
+        assert options_of(words) <= known, (name, options_of(words) - known)
+
+
+def modules() -> dict[str, set[str]]:
+    """Options that are named anywhere, by module."""
+    found = {}
+    for _, _, module, *words in documented("python -m dflash_hub."):
+        found.setdefault(module, set()).update(options_of(words))
+    return found
+
+
+@pytest.mark.parametrize("module", modules())
+def test_every_module_that_is_run_and_its_options_exist(module, monkeypatch, capsys):
+    if module == "dflash_hub.demo.app":
+        pytest.importorskip("gradio")
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__")
+    assert not ended.value.code
+    known = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    assert "--help" in known and modules()[module] <= known

@@ -58,7 +58,7 @@ VALUES = {
     "exponential_decay_length_penalty": (4, 1.5), "suppress_tokens": [7, 8], "begin_suppress_tokens": [9, 10],
     "sequence_bias": [[[20], 4.0], [[20, 21], 6.0]], "guidance_scale": 1.5,
     "watermarking_config": {"greenlist_ratio": 0.3, "bias": 3.0}, "pad_token_id": 3, "bos_token_id": 4,
-    "eos_token_id": [5, 6], "disable_compile": True, "compile_config": None, "cache_implementation": "dynamic",
+    "eos_token_id": [5, 6], "disable_compile": True, "compile_config": transformers.CompileConfig(), "cache_implementation": "dynamic",
     "early_stopping": True, "length_penalty": 2.0, "diversity_penalty": 0.0, "low_memory": True,
     "decoder_start_token_id": 3, "num_assistant_tokens_schedule": "heuristic", "assistant_confidence_threshold": 0.9,
     "max_matching_ngram_size": 3, "assistant_lookbehind": 5, "target_lookbehind": 5,
