@@ -18,7 +18,11 @@ import copy
 from dataclasses import dataclass, field
 
 ALLOWANCE = 4.2  # plain passes that trying may cost
-EARLY, LATER, FIRST = 0.004, 0.0225, 200  # plain passes of allowance that a token brings back, a call's first ones and others
+EARLY, LATER, FIRST = (
+    0.004,
+    0.0225,
+    200,
+)  # plain passes of allowance that a token brings back, a call's first ones and others
 EARNED = 13.0  # the most allowance that gains build up: what a drafter that turns useless may cost from there on
 FADE = 0.95  # of the acceptance counts, at each drafted round
 HOPE, HOPE_WEIGHT = 0.7, 2.0  # acceptance of a slot before it is tried, and how many tries this is worth
