@@ -1,6 +1,7 @@
 """What a drafter's folder carries beside config, weights and code: `custom_generate/` and, where there is none, a card."""
 
 import inspect
+import json
 from pathlib import Path
 
 # By this line of its docstring our `custom_generate/generate.py` is told from others.
@@ -33,7 +34,7 @@ def custom_generate_source() -> str:
 def card(config) -> str:
     """A minimal model card from a `DFlashConfig`."""
     target = config.target_name_or_path or "the target that it was trained for"
-    base_model = f"base_model: {target}\n" if config.target_name_or_path else ""
+    base_model = f"base_model: {json.dumps(target)}\n" if config.target_name_or_path else ""
     return f"""---
 library_name: transformers
 {base_model}tags:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ..benchmark.bench import origin
-from ..benchmark.report import bootstrap, interval, table
+from ..benchmark.report import interval, over_prompts, table
 from ..cli import run_plainly
 from ..convert.checkpoint import read_json
 from ..demo.pair import DTYPES
@@ -38,9 +38,10 @@ def main(
         settings = read_json(folder / "settings.json")
         if settings["generation"].get("do_sample", True):
             raise ValueError(f"the answers in {folder} were sampled; rounds can be replayed on greedy ones only.")
-        rows = read_answers(folder / "answers.jsonl")
-        speculation, _, first = replay(loaded, model, [row for row in rows if len(row["answer_ids"]) > 1])
-        tau = bootstrap(speculation.acceptance_lengths, tau_of)
+        rows = [row for row in read_answers(folder / "answers.jsonl") if len(row["answer_ids"]) > 1]
+        speculation, _, first = replay(loaded, model, rows)
+        by_prompt = list(zip((row["id"] for row in rows), speculation.acceptance_lengths))
+        tau = over_prompts(by_prompt, lambda item: item[0], tau_of)
         taus.append(tau[0])
         slots = " ".join(f"{share:.2f}" for share in speculation.slot_acceptance)
         lines.append([folder.name, len(rows), interval(tau), f"{first:.2f}", slots])
@@ -49,8 +50,9 @@ def main(
     typer.echo("\n" + origin(typed_command("python -m dflash_hub.training.measure")) + f", {dtype}")
 
 
-def tau_of(answers: list[list[int]]) -> float:
-    return sum(map(sum, answers)) / sum(map(len, answers))
+def tau_of(answers: list[tuple[str, list[int]]]) -> float:
+    """Of (prompt's id, acceptance lengths) of each answer."""
+    return sum(sum(lengths) for _, lengths in answers) / sum(len(lengths) for _, lengths in answers)
 
 
 if __name__ == "__main__":
