@@ -233,12 +233,12 @@ def peak_bytes() -> int:
     """Peak memory of this process so far: of the GPU where there is one, else resident."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return resident_bytes(resource.getrusage(resource.RUSAGE_SELF))
+    return resident_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
-def resident_bytes(usage: resource.struct_rusage) -> int:
-    """The peak that the system has noted; macOS counts in bytes, others in kilobytes."""
-    return usage.ru_maxrss if sys.platform == "darwin" else usage.ru_maxrss * 1024
+def resident_bytes(maxrss: int) -> int:
+    """A peak as the system notes it: macOS counts in bytes, others in kilobytes."""
+    return maxrss if sys.platform == "darwin" else maxrss * 1024
 
 
 def _open_folder(output: Path, settings: dict, origin: dict):

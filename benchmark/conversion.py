@@ -36,6 +36,13 @@ def make(folder: str, parameters: int):
     DFlashDraftModel._from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
+# A process starts with the peak of the one that started it, so a small one stands between.
+LAUNCHER = (
+    "import resource, subprocess, sys; code = subprocess.call(sys.argv[1:], stdout=subprocess.DEVNULL); "
+    "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss); sys.exit(code)"
+)
+
+
 def measure(command: list[str]) -> tuple[int, float]:
     """(peak resident bytes, seconds) of a process.
 
@@ -43,12 +50,10 @@ def measure(command: list[str]) -> tuple[int, float]:
         ValueError: it failed.
     """
     started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise ValueError(f"{' '.join(command)} ended with exit code {process.returncode}.")
-    return resident_bytes(usage), time.perf_counter() - started
+    done = subprocess.run([sys.executable, "-S", "-c", LAUNCHER, *command], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise ValueError(f"{' '.join(command)} ended with exit code {done.returncode}.")
+    return resident_bytes(int(done.stdout)), time.perf_counter() - started
 
 
 def main(
@@ -60,7 +65,7 @@ def main(
         make(only_make, parameters)
         return
     with tempfile.TemporaryDirectory() as folder:
-        # A process that has held the weights would lend its peak to those that it starts.
+        # In a process of its own, so that this one stays small.
         making = ["-m", "dflash_hub.benchmark.conversion", "--parameters", str(parameters), "--only-make", "ours"]
         convert = ["-m", "dflash_hub"]
         commands = {

@@ -166,7 +166,12 @@ def in_a_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def read_json(path: Path) -> dict:
+def read_json(path: Path, *fields: str) -> dict:
+    """The object in a file, which must have `fields`.
+
+    Raises:
+        ValueError: it is no JSON object, or lacks one of them; names the file.
+    """
     if path.stat().st_size > LARGEST_JSON:
         raise ValueError(f"{path} has {path.stat().st_size} bytes; that is no config and no index.")
     try:
@@ -175,6 +180,8 @@ def read_json(path: Path) -> dict:
         raise ValueError(f"{path} is no JSON, truncated perhaps: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold a JSON object, it holds a {type(found).__name__}.")
+    if missing := [name for name in fields if name not in found]:
+        raise ValueError(f"{path} lacks {', '.join(missing)}; it is damaged, or was not written by dflash-hub.")
     return found
 
 

@@ -536,6 +536,9 @@ def test_pitfall_80_answers_of_another_thinking_mode_or_template_are_refused(tmp
     (tmp_path / "settings.json").write_text(json.dumps(settings | other))
     with pytest.raises(ValueError, match="answered by a target with other weights"):
         load()
+    (tmp_path / "settings.json").write_text('{"thinking": null}')
+    with pytest.raises(ValueError, match="settings.json lacks template, identity, generation"):
+        load()
 
 
 @pytest.mark.slow

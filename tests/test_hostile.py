@@ -350,7 +350,8 @@ def test_a_command_ends_with_a_sentence_and_an_exit_code(zlab, tmp_path, monkeyp
         monkeypatch.setattr("sys.argv", ["dflash-hub", *arguments])
         with pytest.raises(SystemExit) as stopped:
             cli.main()
-        assert str(stopped.value).startswith("dflash-hub: ") and len(str(stopped.value).splitlines()) == 1
+        said = capsys.readouterr().err
+        assert stopped.value.code == 2 and said.startswith("dflash-hub: ") and len(said.splitlines()) == 1, said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "zlab"]
 
 

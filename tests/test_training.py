@@ -376,6 +376,9 @@ def test_cached_features_are_those_of_the_step_and_refused_for_another_target(tm
     shard.unlink()
     with pytest.raises(ValueError, match="lacks features-"):
         FeatureCache(tmp_path, identify(tiny_target("qwen3")), layers)
+    (tmp_path / "index.json").write_text('{"shards": {}}')
+    with pytest.raises(ValueError, match="index.json lacks identity, layer_ids, where"):
+        FeatureCache(tmp_path, identify(tiny_target("qwen3")), layers)
 
 
 # ------------------------------------------------------------------------------------------------------------------

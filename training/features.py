@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from ..convert.checkpoint import read_json
 from ..hub_dflash import write_text
 from ..target_dflash import tap_request, tapped
 from .identity import same_target
@@ -76,7 +77,7 @@ class FeatureCache:
             self._read(identity, layer_ids)
 
     def _read(self, identity: dict, layer_ids: list[int]):
-        index = json.loads(self.index_path.read_text(encoding="utf-8"))
+        index = read_json(self.index_path, "identity", "layer_ids", "shards", "where")
         if not same_target(index["identity"], identity):
             raise ValueError(
                 f"{self.folder} holds features of {index['identity']}, not of this target {identity}; pass another folder."

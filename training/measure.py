@@ -35,7 +35,7 @@ def main(
     model = DFlashDraftModel.from_pretrained(drafter, dtype=DTYPES[dtype]).to(loaded.device).eval()
     lines, taus = [], []
     for folder in answers:
-        settings = read_json(folder / "settings.json")
+        settings = read_json(folder / "settings.json", "generation")
         if settings["generation"].get("do_sample", True):
             raise ValueError(f"the answers in {folder} were sampled; rounds can be replayed on greedy ones only.")
         rows = [row for row in read_answers(folder / "answers.jsonl") if len(row["answer_ids"]) > 1]

@@ -204,7 +204,8 @@ def load_rows(
         if not path.is_file():
             raise ValueError(f"no answers at {path}; make them with `dflash-hub regenerate`.")
         settings_path = path.parent / "settings.json"
-        settings = read_json(settings_path) if settings_path.is_file() else None
+        fields = ("template", "thinking", "identity", "generation")
+        settings = read_json(settings_path, *fields) if settings_path.is_file() else None
         greedy.append(settings is not None and not settings["generation"].get("do_sample", True))
         if settings is not None and identity is not None:
             for name, here in (("template", template_fingerprint(tokenizer)), ("thinking", options.thinking)):
