@@ -25,7 +25,7 @@ EARLY, LATER, FIRST = (
 )  # plain passes of allowance that a token brings back, a call's first ones and others
 EARNED = 13.0  # the most allowance that gains build up: what a drafter that turns useless may cost from there on
 FADE = 0.95  # of the acceptance counts, at each drafted round
-HOPE, HOPE_WEIGHT = 0.7, 2.0  # acceptance of a slot before it is tried, and how many tries this is worth
+HOPE, HOPE_WEIGHT = 0.75, 2.0  # acceptance of a slot before it is tried, and how many tries this is worth
 HOPED_SLOPE = 0.05  # what a token adds to an untried target pass, in plain passes
 HOPED_DRAFTER, WORST_DRAFTER = 0.3, 0.75  # an untried drafter pass, in plain passes
 DISBELIEF = 1.5  # a first measurement counts up to this multiple of what was expected: it may be a warm-up
@@ -33,6 +33,8 @@ KEPT, KEPT_ROUNDS = 5, 128  # measurements of one kind that are kept, and for ho
 REFRESH = 0.01  # share of the time that measuring T(1) again may cost while drafting pays
 PAUSES = (8, 64)  # plain rounds between two tries while drafting does not pay: doubled by each failure
 PAUSE_AT_START = 16  # at most, where an earlier call with the pair left a longer one
+STALE = 0.95  # of the acceptance counts, at each plain round: what is not tried grows uncertain
+CARRIED = 5.0  # tries that this leaves, and that an earlier call's acceptance is worth: each text has its own
 
 
 class Samples:
@@ -59,7 +61,8 @@ class DraftStatistics:
 
     Args:
         target: measured target passes, by their length in tokens.
-        drafter: measured drafter passes.
+        drafter: measured drafter passes that followed a drafted round.
+        catching_up: those that did not: they also read the prompt, or what plain rounds wrote.
         tried, accepted: by slot, faded counts of rows that reached the slot, and of those that accepted it.
         allowance: plain passes that drafting may still lose.
         pause, waited: plain rounds between two tries, and since the last drafted round.
@@ -70,6 +73,7 @@ class DraftStatistics:
 
     target: dict[int, Samples] = field(default_factory=dict)
     drafter: Samples = field(default_factory=Samples)
+    catching_up: Samples = field(default_factory=Samples)
     tried: list[float] = field(default_factory=list)
     accepted: list[float] = field(default_factory=list)
     allowance: float = ALLOWANCE
@@ -152,11 +156,11 @@ def _between(known: dict[int, float], length: int, slope: float) -> float:
 
 
 def drafter_seconds(statistics: DraftStatistics) -> float:
-    """D; a single measurement, which read the whole prompt, counts at most as a plain pass."""
-    plain = plain_seconds(statistics)
-    if not statistics.drafter:
+    """D, of a round among drafted ones; until one follows another, what is known counts at most as a plain pass."""
+    plain, samples = plain_seconds(statistics), statistics.drafter or statistics.catching_up
+    if not samples:
         return HOPED_DRAFTER * plain
-    return min(statistics.drafter.median, plain) if len(statistics.drafter) == 1 else statistics.drafter.median
+    return samples.median if len(statistics.drafter) > 1 else min(samples.median, plain)
 
 
 def worst_excess(statistics: DraftStatistics, num_draft: int) -> float:
@@ -167,7 +171,8 @@ def worst_excess(statistics: DraftStatistics, num_draft: int) -> float:
     plain, length = plain_seconds(statistics), num_draft + 1
     nearest = max(measured for measured in statistics.target if measured <= length)
     target = min(length * plain, statistics.target[nearest].median * length / nearest)
-    drafter = drafter_seconds(statistics) if statistics.drafter else WORST_DRAFTER * plain
+    tried = statistics.drafter or statistics.catching_up
+    drafter = drafter_seconds(statistics) if tried else WORST_DRAFTER * plain
     return (target + drafter) / plain - 1
 
 
@@ -189,10 +194,14 @@ class DraftSchedule:
     def __init__(self, block_size: int, memory: DraftStatistics | None = None):
         self.most = block_size - 1
         self.statistics = copy.deepcopy(memory) if memory is not None else DraftStatistics()
-        # The bound holds for each call; bad luck in an earlier one is not for ever.
+        # The bound holds for each call. Each text has its own acceptance, so what earlier ones had is believed a little only,
+        # unless none had any.
         self.statistics.allowance = ALLOWANCE
-        self.statistics.pause = min(self.statistics.pause, PAUSE_AT_START)
+        if not self._is_at_floor():
+            self.statistics.pause = min(self.statistics.pause, PAUSE_AT_START)
+            self._fade_acceptance(CARRIED / max([CARRIED, *self.statistics.tried]))
         self.trying = False
+        self.drafted = False  # whether the last round did
         self.tokens = 0.0  # of this call, by row
 
     def next(self, rows: int = 1, context: int = 0) -> int:
@@ -239,6 +248,8 @@ class DraftSchedule:
             statistics.target.setdefault(1, Samples()).add(statistics.rounds, target_seconds)
             statistics.rows = rows
             statistics.waited += 1
+            if statistics.tried and statistics.tried[0] > CARRIED and not self._is_at_floor():
+                self._fade_acceptance(STALE)
         else:
             self._count_time(num_draft, tokens, target_seconds, drafter_seconds)
             self._count_acceptance(num_draft, accepted)
@@ -248,9 +259,18 @@ class DraftSchedule:
             elif self.trying:
                 statistics.pause = min(2 * statistics.pause, PAUSES[1])
         statistics.context = context
+        self.drafted = num_draft > 0
         self.tokens += tokens
         refill = tokens * (EARLY if self.tokens <= FIRST else LATER)
         statistics.allowance = max(statistics.allowance, min(statistics.allowance + refill, ALLOWANCE))
+
+    def _is_at_floor(self) -> bool:
+        return is_at_floor(self.statistics.first_tried, self.statistics.first_accepted)
+
+    def _fade_acceptance(self, kept: float):
+        statistics = self.statistics
+        statistics.tried = [kept * count for count in statistics.tried]
+        statistics.accepted = [kept * count for count in statistics.accepted]
 
     def _plain_is_unknown(self, rows, context) -> bool:
         target = self.statistics.target
@@ -268,7 +288,7 @@ class DraftSchedule:
     def _rescale(self, factor: float):
         """Take over times measured with other rows or context: one sample of each kind, in proportion to T(1)."""
         statistics = self.statistics
-        for samples in (*statistics.target.values(), statistics.drafter):
+        for samples in (*statistics.target.values(), statistics.drafter, statistics.catching_up):
             if samples:
                 samples.kept = []
                 samples.add(statistics.rounds, samples.median * factor)
@@ -278,11 +298,12 @@ class DraftSchedule:
         statistics, length = self.statistics, num_draft + 1
         target = statistics.target.setdefault(length, Samples())
         target.add(statistics.rounds, target_seconds)
-        statistics.drafter.add(statistics.rounds, drafter_seconds)
+        drafter = statistics.drafter if self.drafted else statistics.catching_up
+        drafter.add(statistics.rounds, drafter_seconds)
         # A disturbance, which can hit a plain pass as well, is not the drafter's loss.
         plain = min(plain_seconds(statistics), *(seconds for _, seconds in statistics.target[1].kept))
         target_limit = length * plain if len(target) == 1 else 2 * target.median
-        drafter_limit = 1.5 * plain if len(statistics.drafter) == 1 else 2 * statistics.drafter.median
+        drafter_limit = 1.5 * plain if len(drafter) == 1 else 2 * drafter.median
         spent = min(target_seconds, target_limit) + min(drafter_seconds, drafter_limit)
         statistics.allowance = min(statistics.allowance - (spent / plain - tokens), EARNED)
 

@@ -55,7 +55,9 @@ def switch(at, before, after):
     return lambda position, slot: before if position < at else after
 
 
-def simulate(table, acceptance, num_draft, seed, tokens=200, start=0, noise=0.03, disturb=None, growth=0.0):
+def simulate(
+    table, acceptance, num_draft, seed, tokens=200, start=0, noise=0.03, disturb=None, growth=0.0, catch_up=0.002
+):
     """Run a text with a fixed number of drafts or a `DraftSchedule`.
 
     Args:
@@ -63,6 +65,7 @@ def simulate(table, acceptance, num_draft, seed, tokens=200, start=0, noise=0.03
         noise: relative width of the pass times; a pass is only ever slower.
         disturb: (kind and length of a pass, how often it ran, generator) to a factor on its time.
         growth: of all pass times by token of context.
+        catch_up: of the drafter's pass by token that it has not seen.
 
     Returns:
         (seconds, seconds of plain decoding, drafted counts by round)
@@ -82,7 +85,7 @@ def simulate(table, acceptance, num_draft, seed, tokens=200, start=0, noise=0.03
         target_pass, drafter_pass, accepted = timed(n + 1, target(n + 1)), 0.0, 0
         if n:
             # After plain rounds the drafter reads what it has not seen.
-            drafter_pass, unread = timed("drafter", drafter * (1 + 0.002 * unread)), 0
+            drafter_pass, unread = timed("drafter", drafter * (1 + catch_up * unread)), 0
         while accepted < n and generator.random() < acceptance(position + accepted, accepted):
             accepted += 1
         if not isinstance(num_draft, int):
@@ -193,7 +196,7 @@ def test_a_drafter_that_turns_useless_is_dropped():
         schedule = DraftSchedule(8)
         simulate("CPU, fast", steady(0.85), schedule, seed, tokens=400)
         seconds, plain, drafts = simulate("CPU, fast", steady(0.0), schedule, seed, start=400, tokens=400)
-        assert seconds < 1.06 * plain and not any(drafts[-5:]), seed
+        assert seconds < 1.06 * plain and sum(map(bool, drafts[-100:])) <= 8, seed
 
 
 # ----------------------------------------------------------------------------------------- disturbed measurements
@@ -339,10 +342,31 @@ def test_memory_is_copied_and_used():
 
 
 def test_memory_of_a_useless_drafter_spares_most_tries():
-    first = DraftSchedule(8)
-    _, _, drafts = simulate("GPU, usual drafter", steady(0.0), first, 0)
-    _, _, again = simulate("GPU, usual drafter", steady(0.0), DraftSchedule(8, first.statistics), 1)
-    assert 0 < sum(map(bool, again)) < 0.5 * sum(map(bool, drafts))
+    """Once twenty of its drafts have failed."""
+    memory, tries = None, []
+    for call in range(6):
+        schedule = DraftSchedule(8, memory)
+        drafts = simulate("GPU, usual drafter", steady(0.0), schedule, call)[2]
+        tries.append(sum(map(bool, drafts)))
+        memory = schedule.statistics
+    assert 0 < tries[-1] <= 0.5 * tries[0], tries
+
+
+def test_a_text_of_another_kind_is_tried_anew():
+    """Short texts of two kinds in turns, as users send them, where a pass after plain rounds costs the drafter far more: on the
+    kind that pays, more than half of what the best fixed number saves is saved."""
+    good, bad, options = steady(0.65), steady(0.3), {"catch_up": 0.05}
+    spent = {"auto": 0.0, "fixed": 0.0, "plain": 0.0}
+    memory = None
+    for call in range(60):
+        schedule = DraftSchedule(8, memory)
+        seconds, plain, _ = simulate("CPU, fast", bad if call % 2 else good, schedule, call, tokens=128, **options)
+        memory = schedule.statistics
+        if call % 2 == 0:
+            spent["auto"] += seconds
+            spent["plain"] += plain
+            spent["fixed"] += min(simulate("CPU, fast", good, n, call, tokens=128, **options)[0] for n in (3, 5, 7))
+    assert spent["plain"] - spent["auto"] > 0.5 * (spent["plain"] - spent["fixed"]), spent
 
 
 def test_a_block_of_one_draft():
