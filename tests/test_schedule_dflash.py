@@ -353,20 +353,21 @@ def test_memory_of_a_useless_drafter_spares_most_tries():
 
 
 def test_a_text_of_another_kind_is_tried_anew():
-    """Short texts of two kinds in turns, as users send them, where a pass after plain rounds costs the drafter far more: on the
-    kind that pays, more than half of what the best fixed number saves is saved."""
-    good, bad, options = steady(0.65), steady(0.3), {"catch_up": 0.05}
+    """Short texts of two kinds in turns, as users send them: on the kind that pays, a good part of what the best fixed number
+    saves is saved. A memory of the other kind that is believed for long, or a drafter pass that also reads what plain rounds
+    wrote and is taken for its usual time, each cost most of it."""
+    good, bad, options = steady(0.65), steady(0.3), {"tokens": 64, "catch_up": 0.02}
     spent = {"auto": 0.0, "fixed": 0.0, "plain": 0.0}
     memory = None
-    for call in range(60):
+    for call in range(120):
         schedule = DraftSchedule(8, memory)
-        seconds, plain, _ = simulate("CPU, fast", bad if call % 2 else good, schedule, call, tokens=128, **options)
+        seconds, plain, _ = simulate("CPU, slow", bad if call % 2 else good, schedule, call, **options)
         memory = schedule.statistics
         if call % 2 == 0:
             spent["auto"] += seconds
             spent["plain"] += plain
-            spent["fixed"] += min(simulate("CPU, fast", good, n, call, tokens=128, **options)[0] for n in (3, 5, 7))
-    assert spent["plain"] - spent["auto"] > 0.5 * (spent["plain"] - spent["fixed"]), spent
+            spent["fixed"] += min(simulate("CPU, slow", good, n, call, **options)[0] for n in (3, 5, 7))
+    assert spent["plain"] - spent["auto"] > 0.25 * (spent["plain"] - spent["fixed"]), spent
 
 
 def test_a_block_of_one_draft():
