@@ -251,7 +251,13 @@ def test_bad_options_are_named(tmp_path, monkeypatch, arguments, sentence):
     row = {"id": "a", "turn": 0, "prompt_ids": [4, 5], "answer_ids": [6, 7, 8, 9]}
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row | {"id": str(i)}) + "\n" for i in range(40)))
     (tmp_path / "f").mkdir()
-    (tmp_path / "f" / "index.json").write_text('{"identity": {"class": "Other", "dtype": "float32", "weights": "0"}}')
+    index = {
+        "identity": {"class": "Other", "dtype": "float32", "weights": "0"},
+        "layer_ids": [],
+        "shards": {},
+        "where": {},
+    }
+    (tmp_path / "f" / "index.json").write_text(json.dumps(index))
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(
         cli.app, ["train", "--target", "target", "--output", "run", "--layers", "1", "--block-size", "4", *arguments]
