@@ -177,13 +177,13 @@ def test_a_visitor_types_races_and_reads_the_numbers(browser, url):
     partial = page.text("first")
     page.until(lambda: page.state == "over")
     drafter, plain = page.numbers("first"), page.numbers("second")
-    assert drafter["tokens"] == plain["tokens"] == plain["target passes"] == LENGTH
+    assert drafter["tokens"] == plain["tokens"] == plain["target passes"] <= LENGTH
     assert page.text("first") == page.text("second") and page.text("first").startswith(partial.strip("\n")[:10])
     assert "apples" in page.text("first")
-    assert drafter["target passes"] < LENGTH and drafter["tau"] > 1 and plain["tau"] == 1
+    assert drafter["target passes"] < drafter["tokens"] and drafter["tau"] > 1 and plain["tau"] == 1
     rounds = [int(n) for n in re.findall(r"--accepted:\s*(\d+)", page.one(".bars").get_attribute("innerHTML"))]
     assert len(rounds) == drafter["target passes"] - 1
-    assert sum(rounds) + len(rounds) + 1 == LENGTH
+    assert sum(rounds) + len(rounds) + 1 == drafter["tokens"]
     assert drafter["tau"] == pytest.approx(1 + sum(rounds) / len(rounds), abs=0.006)
     assert page.all(".first mark") and not page.all(".second mark")
     assert "The texts are the same." in page.one(".verdict").text
