@@ -282,32 +282,31 @@ def bench(
     here = Path(__file__).parent
     sources = [prompt_source(name) for name in prompts or ["demo"]]
     choice_seed = None if first else seed
+    sets = [load_prompts(source, count, choice_seed) for source in sources]
     command = training.typed_command()
     if server:
         from .benchmark.server import Server, measure_server
 
-        sets = [load_prompts(source, count, choice_seed) for source in sources]
         levels = number_list(concurrency, "--concurrency")
         typer.echo(measure_server(output, Server(server, model), sets, levels, max_new_tokens, temperature, command))
         return
     from .benchmark.bench import Bench, run_bench
     from .benchmark.report import write_report
-    from .benchmark.rows import measure_rows, methods_of_rows
-    from .demo.pair import DTYPES
+    from .benchmark.rows import check_counts, measure_rows, methods_of_rows
+    from .demo.pair import dtype_of
     from .demo.smollm2 import smollm2
 
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype!r} is none of {', '.join(DTYPES)}.")
+    dtype_of(dtype)  # before a target is fetched
     names = [name.strip() for name in methods.split(",")]
     batches = number_list(rows, "--rows") if rows else []
     if batches:
         methods_of_rows(names)
+        check_counts(sets, batches)
     models = Bench(
         target or smollm2()[0], drafter or str(here), assistant, dtype, max_new_tokens, temperature, thinking
     )
-    run_bench(output, models, names, sources, count, choice_seed, seed, command)
+    run_bench(output, models, names, sets, choice_seed, seed, command)
     if batches and models.state.is_main_process:
-        sets = [load_prompts(source, count, choice_seed) for source in sources]
         measure_rows(output, models, names, sets, batches, seed)
     if models.state.is_main_process:
         typer.echo(write_report(output, compare))

@@ -213,9 +213,8 @@ class Decoding:
         self.apart = False  # whether rows advance by counts of their own
         self.clock = RoundClock(candidates.device, wanted=call.schedule is not None)
         self.rollback: CacheRollback | None = None
-        self.verified: tuple[int, int] | None = (
-            None  # while a pass is to be committed: its tokens, and the text's length
-        )
+        # While a pass is to be committed: its tokens, and the text's length before it.
+        self.verified: tuple[int, int] | None = None
         if self.record.attentions is not None and self.rows > 1:
             raise ValueError(
                 f"`output_attentions` is supported for one row, got {self.rows}, together with a DFlash drafter. Call "

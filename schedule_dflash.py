@@ -18,11 +18,8 @@ import copy
 from dataclasses import dataclass, field
 
 ALLOWANCE = 4.2  # plain passes that trying may cost
-EARLY, LATER, FIRST = (
-    0.004,
-    0.0225,
-    200,
-)  # plain passes of allowance that a token brings back, a call's first ones and others
+EARLY, LATER = 0.004, 0.0225  # plain passes of allowance that a token brings back: a call's first ones, and others
+FIRST = 200  # how many tokens are the first ones
 EARNED = 13.0  # the most allowance that gains build up: what a drafter that turns useless may cost from there on
 FADE = 0.95  # of the acceptance counts, at each drafted round
 HOPE, HOPE_WEIGHT = 0.75, 2.0  # acceptance of a slot before it is tried, and how many tries this is worth
@@ -84,6 +81,11 @@ class DraftStatistics:
     context: int = 0
     first_tried: int = 0
     first_accepted: int = 0
+
+    @property
+    def drafter_passes(self) -> Samples:
+        """Those that tell D: of rounds among drafted ones, until there are any those that caught up."""
+        return self.drafter or self.catching_up
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -157,7 +159,7 @@ def _between(known: dict[int, float], length: int, slope: float) -> float:
 
 def drafter_seconds(statistics: DraftStatistics) -> float:
     """D, of a round among drafted ones; until one follows another, what is known counts at most as a plain pass."""
-    plain, samples = plain_seconds(statistics), statistics.drafter or statistics.catching_up
+    plain, samples = plain_seconds(statistics), statistics.drafter_passes
     if not samples:
         return HOPED_DRAFTER * plain
     return samples.median if len(statistics.drafter) > 1 else min(samples.median, plain)
@@ -171,8 +173,7 @@ def worst_excess(statistics: DraftStatistics, num_draft: int) -> float:
     plain, length = plain_seconds(statistics), num_draft + 1
     nearest = max(measured for measured in statistics.target if measured <= length)
     target = min(length * plain, statistics.target[nearest].median * length / nearest)
-    tried = statistics.drafter or statistics.catching_up
-    drafter = drafter_seconds(statistics) if tried else WORST_DRAFTER * plain
+    drafter = drafter_seconds(statistics) if statistics.drafter_passes else WORST_DRAFTER * plain
     return (target + drafter) / plain - 1
 
 

@@ -22,12 +22,12 @@ import torch
 import transformers
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..demo.pair import room_for_answer
+from ..convert.checkpoint import read_json
+from ..demo.pair import dtype_of, room_for_answer
 from ..hub_dflash import write_text
 from ..modeling_dflash import DFlashDraftModel
 from ..training.identity import identify
 from .methods import make_method
-from .prompts import load_prompts
 
 TIE = 1e-4  # float32: two passes that differ by rounding may choose differently between scores this close
 
@@ -47,7 +47,7 @@ class Bench:
     ):
         self.state = accelerate.PartialState(cpu=not torch.accelerator.is_available())
         self.target_path, self.drafter_path = target, drafter
-        load = {"dtype": getattr(torch, dtype), "device_map": {"": self.state.device}}
+        load = {"dtype": dtype_of(dtype), "device_map": {"": self.state.device}}
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(target)
         self.target = transformers.AutoModelForCausalLM.from_pretrained(target, **load).eval()
         self.drafter = DFlashDraftModel.from_pretrained(drafter, **load).eval() if drafter else None
@@ -110,19 +110,20 @@ def run_bench(
     output: Path,
     bench: Bench,
     methods: list[str],
-    prompts: list[str],
-    count: int,
+    sets: list[tuple[str, list[dict]]],
     choice_seed: int | None,
     seed: int,
     command: str,
 ) -> None:
     """Measure what `output` does not hold yet. Methods take turns on every prompt, so that drift of the machine hits all.
 
+    Args:
+        sets: of `load_prompts`; `choice_seed` is what they were chosen with.
+
     Raises:
         ValueError: the folder holds a run with other settings, weights or code, something is named twice, a prompt is too
             long, or a method cannot run; says which.
     """
-    sets = [load_prompts(source, count, choice_seed) for source in prompts]
     # Records are told apart by these names.
     refuse_repeated("method", methods)
     refuse_repeated("prompt set", [name for name, _ in sets])
@@ -131,11 +132,12 @@ def run_bench(
         for row in rows:
             bench.inputs(row["messages"][:1])
     runners = {name: make_method(name, bench) for name in methods}
+    stamp = provenance(command, bench)
     settings = {
         "target": bench.target_path,
         "drafter": bench.drafter_path,
         **bench.weights(),
-        "commit": commit(),
+        "commit": stamp["commit"],
         "methods": methods,
         "sets": {name: [row["id"] for row in rows] for name, rows in sets},
         "dtype": str(bench.target.dtype),
@@ -145,7 +147,7 @@ def run_bench(
         "seed": seed,
     }
     if bench.state.is_main_process:
-        _open_folder(output, settings, provenance(command, bench))
+        _open_folder(output, settings, stamp)
     bench.state.wait_for_everyone()
     done = {(r["method"], r["set"], r["id"], r["turn"]) for r in read_records(output)}
 
@@ -175,11 +177,15 @@ def run_bench(
 
 
 def refuse_repeated(what: str, names: list[str]):
-    repeated = [name for name, count in Counter(names).items() if count > 1]
-    if repeated:
+    if again := repeated(names):
         raise ValueError(
-            f"several times the {what} {repeated[0]!r}, so its records could not be told apart; name it once."
+            f"several times the {what} {again[0]!r}, so its records could not be told apart; name it once."
         )
+
+
+def repeated(names) -> list:
+    """What is named more than once."""
+    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def progress_bar(disable: bool = False) -> Progress:
@@ -244,11 +250,9 @@ def resident_bytes(maxrss: int) -> int:
 def _open_folder(output: Path, settings: dict, origin: dict):
     path = output / "settings.json"
     if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before, now = read_settings(output)["settings"], json.loads(json.dumps(settings))
         changed = [
-            _difference(name, before["settings"].get(name), json.loads(json.dumps(settings[name])))
-            for name in settings
-            if before["settings"].get(name) != json.loads(json.dumps(settings[name]))
+            _difference(name, before.get(name), value) for name, value in now.items() if before.get(name) != value
         ]
         if changed:
             raise ValueError(
@@ -269,7 +273,7 @@ def read_settings(folder: Path) -> dict:
     path = folder / "settings.json"
     if not path.is_file():
         raise ValueError(f"{folder} holds no benchmark run (no settings.json).")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_json(path, "settings", "provenance")
 
 
 def appending(path: Path):

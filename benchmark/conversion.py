@@ -6,7 +6,6 @@ Random weights with the proportions of Qwen3-8B-DFlash-b16. Each command runs in
 a process's.
 """
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from typing import Annotated
 import torch
 import typer
 
+from ..cli import run_plainly
 from ..configuration_dflash import DFlashConfig
 from ..modeling_dflash import DFlashDraftModel
 from ..training.commands import typed_command
@@ -43,14 +43,16 @@ LAUNCHER = (
 )
 
 
-def measure(command: list[str]) -> tuple[int, float]:
-    """(peak resident bytes, seconds) of a process.
+def measure(command: list[str], folder: str | None = None) -> tuple[int, float]:
+    """(peak resident bytes, seconds) of a process that runs in `folder`.
 
     Raises:
         ValueError: it failed.
     """
     started = time.perf_counter()
-    done = subprocess.run([sys.executable, "-S", "-c", LAUNCHER, *command], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", LAUNCHER, *command], stdout=subprocess.PIPE, text=True, cwd=folder
+    )
     if done.returncode:
         raise ValueError(f"{' '.join(command)} ended with exit code {done.returncode}.")
     return resident_bytes(int(done.stdout)), time.perf_counter() - started
@@ -73,18 +75,17 @@ def main(
             "`dflash-hub import zlab back`": [*convert, "import", "zlab", "back"],
             "the same imports of Python, nothing else": ["-c", "import dflash_hub.convert.importing"],
         }
-        os.chdir(folder)
-        measure([sys.executable, *making])
-        size = Path("ours/model.safetensors").stat().st_size
+        measure([sys.executable, *making], folder)
+        size = Path(folder, "ours", "model.safetensors").stat().st_size
         typer.echo(
             f"| {size / 2e9:.2f} billion parameters in bfloat16, {size / 1e9:.1f} GB | peak resident memory | seconds |"
         )
         typer.echo("|---|---|---|")
         for name, command in commands.items():
-            peak, seconds = measure([sys.executable, *command])
+            peak, seconds = measure([sys.executable, *command], folder)
             typer.echo(f"| {name} | {peak / 1e6:.0f} MB | {seconds:.1f} |")
     typer.echo("\n" + origin(typed_command(PROGRAM)))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_plainly(typer.run, main)

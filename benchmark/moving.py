@@ -16,10 +16,12 @@ import torch
 import typer
 
 from ..cache_dflash import CacheRollback
+from ..cli import run_plainly
 from ..demo.smollm2 import smollm2
+from ..training.commands import typed_command
 from .bench import Bench, origin
 from .prompts import DEMO_PROMPTS, load_prompts
-from .rows import batch_inputs
+from .rows import batch_inputs, check_counts, now
 
 
 def measure(bench: Bench, inputs: dict) -> dict[str, list[float]]:
@@ -59,10 +61,7 @@ def measure(bench: Bench, inputs: dict) -> dict[str, list[float]]:
 
 
 def _now(device: torch.device) -> float:
-    if device.type != "cuda":
-        return time.thread_time()
-    torch.cuda.synchronize()
-    return time.perf_counter()
+    return now(device) if device.type == "cuda" else time.thread_time()
 
 
 def run(
@@ -76,14 +75,16 @@ def run(
     bench = Bench(
         target or smollm2()[0], drafter or str(Path(__file__).parent.parent), None, dtype, max_new_tokens, 0.0, None
     )
-    inputs = batch_inputs(bench, load_prompts(str(DEMO_PROMPTS), rows, None)[1])
+    prompts = load_prompts(str(DEMO_PROMPTS), rows, None)
+    check_counts([prompts], [rows])
+    inputs = batch_inputs(bench, prompts[1])
     print("| commit of the cache / pass of the target | rounds | median | quartiles |\n|---|---|---|---|")
     for name, values in measure(bench, inputs).items():
         if len(values) > 1:
             low, middle, high = statistics.quantiles(values, n=4)
             print(f"| {name} | {len(values)} | {middle:.4f} | {low:.4f} to {high:.4f} |")
-    print("\n" + origin(f"python -m dflash_hub.benchmark.moving --rows {rows} --max-new-tokens {max_new_tokens}"))
+    print("\n" + origin(typed_command("python -m dflash_hub.benchmark.moving")))
 
 
 if __name__ == "__main__":
-    typer.run(run)
+    run_plainly(typer.run, run)

@@ -51,8 +51,8 @@ def run(
     target: Annotated[str | None, typer.Option(help="Default: SmolLM2-135M-Instruct.")] = None,
     drafter: Annotated[str, typer.Option(help="Repository or folder.")] = ".",
     temperature: float = 1.0,
-    max_new_tokens: int = 128,
-    seeds: int = 1,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
+    seeds: Annotated[int, typer.Option(min=1)] = 1,
 ):
     """Print tau of each way, with its standard error over prompts, as a Markdown table."""
     path, source = (target, target) if target else smollm2()
@@ -80,7 +80,7 @@ def run(
                 )  # fmt: skip
                 tokens += output.shape[1] - inputs["input_ids"].shape[1] - 1
                 rounds += len(passes) - 1
-            taus[way].append(tokens / rounds)
+            taus[way].append(tokens / rounds if rounds else float("nan"))
     TargetChoice.propose = SHARED
     print(f"target {source}, drafter {drafter}, temperature {temperature}, {max_new_tokens} tokens, {seeds} seed(s)")
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, float32 on cpu\n")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ..demo.pair import end_tokens
 from ..statistics_dflash import Speculation
 from .bench import appending, complete_lines
 
@@ -26,6 +27,13 @@ def methods_of_rows(methods: list[str]) -> list[str]:
     return found
 
 
+def check_counts(sets: list, counts: list[int]):
+    """Raises ValueError for a set that has fewer prompts than a batch has rows."""
+    for name, prompts in sets:
+        if len(prompts) < max(counts):
+            raise ValueError(f"{name} has {len(prompts)} prompts, too few for {max(counts)} rows; raise --count.")
+
+
 def measure_rows(output: Path, bench, methods: list[str], sets: list, counts: list[int], seed: int):
     """Add what `rows.jsonl` lacks: one line a method and batch. Plain goes first on every batch, as the yardstick, then the others in turns; a short warm-up goes before.
 
@@ -33,13 +41,12 @@ def measure_rows(output: Path, bench, methods: list[str], sets: list, counts: li
         ValueError: a set has fewer prompts than a batch has rows, or no method takes several.
     """
     methods = methods_of_rows(methods)
+    check_counts(sets, counts)
     done = {(r["method"], r["set"], r["rows"], r["batch"]) for r in read_rows(output)}
     warm = False
     with appending(output / "rows.jsonl") as file:
         for name, prompts in sets:
             for rows in counts:
-                if len(prompts) < rows:
-                    raise ValueError(f"{name} has {len(prompts)} prompts, too few for {rows} rows; raise --count.")
                 for batch in range(len(prompts) // rows):
                     if all((method, name, rows, batch) in done for method in methods):
                         continue
@@ -81,12 +88,6 @@ def left_padded(rows: list[list[int]], pad: int, device) -> dict:
     return {"input_ids": ids, "attention_mask": mask, "pad_token_id": pad}
 
 
-def end_tokens(target) -> set[int]:
-    """The tokens that end a text of `target`."""
-    ends = target.generation_config.eos_token_id
-    return set(ends if isinstance(ends, list) else [ends]) - {None}
-
-
 def pad_token(target, tokenizer) -> int:
     """The tokenizer's padding token, else an end token, which nothing is generated after."""
     return next(i for i in (tokenizer.pad_token_id, *sorted(end_tokens(target)), 0) if i is not None)
@@ -109,15 +110,16 @@ def run(
         if number:
             arguments["num_assistant_tokens"] = int(number) if number.isdigit() else number
     torch.manual_seed(seed)
-    start = _now(bench.target.device)
+    start = now(bench.target.device)
     output = bench.target.generate(**inputs, **settings, **arguments)
-    seconds = _now(bench.target.device) - start
+    seconds = now(bench.target.device) - start
     ends = end_tokens(bench.target)
     texts = [cut_at_end(ids, ends) for ids in output[:, inputs["input_ids"].shape[1] :].tolist()]
     return texts, seconds, bench.drafter.last_speculation if arguments else None
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Seconds of the clock, once the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -1,5 +1,6 @@
 """Measure a running engine (vLLM, SGLang, anything with OpenAI's API) at several concurrencies, by streaming requests."""
 
+import http.client
 import json
 import re
 import statistics
@@ -42,7 +43,7 @@ class Server:
             raise ValueError(
                 f"{self.root}{path} answered {error.code}: {error.read()[:300].decode(errors='replace')}"
             ) from None
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise ValueError(f"no server answers at {self.root}: {error}") from None
 
     def request(self, path: str, body: dict | None = None) -> dict:
@@ -55,7 +56,11 @@ class Server:
             raise ValueError(f"{self.root}{path} answered no JSON: {text[:300].decode(errors='replace')!r}") from None
 
     def _only_model(self) -> str:
-        names = [entry["id"] for entry in self.request("/v1/models")["data"]]
+        answer = self.request("/v1/models")
+        try:
+            names = [entry["id"] for entry in answer["data"]]
+        except (KeyError, TypeError):
+            raise ValueError(f"{self.root}/v1/models lists no models: {str(answer)[:300]}") from None
         if len(names) != 1:
             raise ValueError(f"{self.root} serves {names}; say which with --model.")
         return names[0]

@@ -64,8 +64,7 @@ def init_drafter(
         ValueError: the target cannot have such a drafter; says why and what to do.
         FileExistsError: see `new_folder`.
     """
-    refuse_drafter(target, revision)
-    target_config = AutoConfig.from_pretrained(target, revision=revision)
+    target_config = read_target_config(target, revision)
     skeleton = target_skeleton(target_config)
     tokenizer = AutoTokenizer.from_pretrained(target, revision=revision)
     ends = _generation_ids(target, revision)
@@ -97,11 +96,12 @@ def init_drafter(
     return Plan(config, reasons, parameters)
 
 
-def refuse_drafter(target: str, revision: str | None):
-    """Before transformers asks whether to run the custom code that a drafter's folder carries."""
+def read_target_config(target: str, revision: str | None = None):
+    """The config; a drafter is refused before transformers asks whether to run the custom code that its folder carries."""
     stated, _ = PreTrainedConfig.get_config_dict(target, revision=revision)
     if stated.get("model_type") == "dflash" or "dflash_config" in stated:
         raise ValueError(f"{target} is a DFlash drafter itself; pass the model that writes the text.")
+    return AutoConfig.from_pretrained(target, revision=revision)
 
 
 def recorded_name(target: str) -> str:

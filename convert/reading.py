@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 from transformers.utils import cached_file
 
 from ..configuration_dflash import DFlashConfig, read_config_dict
 from . import native, speculators, zlab
 from .checkpoint import DTYPES, Checkpoint, Stored, in_a_line, open_checkpoint, tensors_of
-from .init import borrowed_names, recorded_name, target_skeleton, weight_files
+from .init import borrowed_names, read_target_config, recorded_name, target_skeleton, weight_files
 from .names import Match, expected_shapes, match
 
 
@@ -66,7 +65,7 @@ class Drafter:
 
 def read_target(name: str) -> Target:
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = read_target_config(name)
         text = config.get_text_config(decoder=True)
         return Target(name, text.num_hidden_layers, text.vocab_size, config.architectures or [])
     except Exception as error:  # transformers raises many kinds for a value that makes no sense
@@ -166,7 +165,7 @@ def target_tensors(target: str, config: DFlashConfig) -> dict[str, Stored]:
         ValueError: they cannot be found there, are of no float type, or have another shape than the drafter was made for.
     """
     try:
-        skeleton = target_skeleton(AutoConfig.from_pretrained(target))
+        skeleton = target_skeleton(read_target_config(target))
     except Exception as error:  # as above
         raise ValueError(f"the config of the target {target!r} cannot be used: {in_a_line(error)}") from error
     files = weight_files(target)

@@ -62,6 +62,7 @@ class App:
         try:
             race = Race(self.pair, prompt, int(seed or 0), settings, drafts)
         except ValueError as error:
+            self.stops.pop(request.session_hash, None)
             yield page.note(str(error), wrong=True)
             return
         shown, rounds = 0.0, race.run()

@@ -12,7 +12,7 @@ import torch
 from ..cache_dflash import cached_length
 from ..statistics_dflash import Speculation
 from ..target_dflash import CACHE
-from .pair import DraftStreamer, Pair
+from .pair import DraftStreamer, Pair, end_tokens
 
 DRAFTED, PLAIN = "\x1b[32m", "\x1b[0m"  # of a terminal
 
@@ -100,8 +100,7 @@ class Conversation:
         text = self.pair.tokenizer.decode(new, skip_special_tokens=True)
         self.messages = [*messages, {"role": "assistant", "content": text}]
         self.cache, self.ids = output[CACHE], output.sequences
-        ends = self.pair.target.generation_config.eos_token_id
-        ended = new[-1] in (ends if isinstance(ends, list) else [ends])
+        ended = new[-1] in end_tokens(self.pair.target)
         reused = held if goes_on else 0
         return Answer(
             prompt, text, "stop" if ended else "length", ids.shape[1], reused, len(new), seconds, output.speculation

@@ -14,6 +14,19 @@ from .smollm2 import smollm2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """Raises ValueError for a name that is not in `DTYPES`."""
+    if name not in DTYPES:
+        raise ValueError(f"--dtype {name!r} is none of {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+def end_tokens(target) -> set[int]:
+    """The tokens that end a text of `target`."""
+    ends = target.generation_config.eos_token_id
+    return set(ends if isinstance(ends, list) else [ends]) - {None}
+
+
 def room_for_answer(target, prompt_tokens: int) -> int | None:
     """Tokens that an answer can have; None where the target's config sets no limit.
 
@@ -83,10 +96,12 @@ class DraftedText:
         """(text, whether it was drafted) of the next tokens, of which the first `drafted` were."""
         parts = []
         for ids, by_drafter in ((tokens[:drafted], True), (tokens[drafted:], False)):
+            if not ids:
+                continue
             self.tokens += ids
             text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
             # Half a character waits for its other bytes.
-            if ids and not text.endswith("\ufffd") and len(text) > self.shown:
+            if not text.endswith("\ufffd") and len(text) > self.shown:
                 parts.append((text[self.shown :], by_drafter))
                 self.shown = len(text)
         return parts

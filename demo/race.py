@@ -195,7 +195,5 @@ class Race:
 
     @property
     def same_text(self) -> bool:
-        """Whether both wrote the same tokens so far, or all of them where both are done."""
-        texts = [lane.tokens for lane in self.lanes]
-        length = len(texts[0]) if self.over else min(map(len, texts))
-        return texts[0][:length] == (texts[1] if self.over else texts[1][:length])
+        """Whether both wrote the same tokens; of a race that is over."""
+        return self.dflash.tokens == self.plain.tokens

@@ -9,6 +9,8 @@ import shutil
 from importlib.metadata import version
 from pathlib import Path
 
+from ..convert.folders import new_folder
+
 ROOT = Path(__file__).parent.parent
 APP = '''"""The Space's entry point; everything is in the package beside it."""
 
@@ -55,8 +57,13 @@ def write_space(folder: Path):
     """
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty; remove it first, or name another folder.")
-    beside = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(beside, ignore_errors=True)
+    if folder.exists():
+        folder.rmdir()
+    with new_folder(folder) as beside:
+        _fill(beside)
+
+
+def _fill(beside: Path):
     package = beside / "dflash_hub"
     (package / "demo").mkdir(parents=True)
     for source in [*ROOT.glob("*.py"), ROOT / "config.json", ROOT / "model.safetensors", ROOT / "LICENSE"]:
@@ -69,16 +76,12 @@ def write_space(folder: Path):
     (beside / "README.md").write_text(card(), encoding="utf-8")
     (beside / "app.py").write_text(APP, encoding="utf-8")
     (beside / ".gitattributes").write_text("*.safetensors filter=lfs diff=lfs merge=lfs -text\n", encoding="utf-8")
-    if folder.exists():
-        folder.rmdir()
-    beside.rename(folder)
 
 
 def main():
     parser = argparse.ArgumentParser(description="Write the demo as a folder that is a Space.")
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
     write_space(folder)
     print(f"wrote {folder}\nnext: hf upload YOUR_NAME/dflash-demo {folder} . --repo-type space")
 

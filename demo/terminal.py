@@ -37,7 +37,8 @@ def run(
         ValueError: an unknown dtype, a pair that does not fit, an empty prompt, or one that leaves the target no position.
         FileNotFoundError: no target could be found.
     """
-    if not all(prompt.strip() for prompt in prompts or PROMPTS):
+    prompts = prompts or PROMPTS
+    if not all(prompt.strip() for prompt in prompts):
         raise ValueError("the prompt is empty; pass --prompt TEXT, or leave it out for a few of ours.")
     console = Console(highlight=False)
     pair = Pair(target, drafter, dtype)
@@ -50,9 +51,9 @@ def run(
     console.print(Text("accepted drafted tokens", DRAFTED), "have this colour; the others the target chose itself\n")
 
     table = Table("#", "tokens", "target passes", "tau", "seconds", "plain s", "speed-up", "same text")
-    encoded = [pair.encode([{"role": "user", "content": prompt}]) for prompt in prompts or PROMPTS]
+    encoded = [pair.encode([{"role": "user", "content": prompt}]) for prompt in prompts]
     settings = [pair.fitting({"max_new_tokens": max_new_tokens} | sampling, inputs) for inputs in encoded]
-    for number, (prompt, inputs, call) in enumerate(zip(prompts or PROMPTS, encoded, settings), start=1):
+    for number, (prompt, inputs, call) in enumerate(zip(prompts, encoded, settings), start=1):
         prompt_length = inputs["input_ids"].shape[1]
         warm_up = {"max_new_tokens": min(4, call["max_new_tokens"]), "do_sample": False}
         model.generate(**inputs, **warm_up)

@@ -50,7 +50,15 @@ def bench_of(models, temperature=0.0, max_new_tokens=12):
 
 
 def run(models, output, methods=METHODS, count=3, **kwargs):
-    run_bench(output, bench_of(models, **kwargs), methods, [str(models / "words.jsonl")], count, None, 0, "the command")
+    run_bench(
+        output,
+        bench_of(models, **kwargs),
+        methods,
+        [load_prompts(str(models / "words.jsonl"), count, None)],
+        None,
+        0,
+        "the command",
+    )
     return read_records(output)
 
 
@@ -132,13 +140,29 @@ def test_what_is_named_twice_or_does_not_fit_is_refused_before_anything_is_writt
         (["plain"], [prompts], r"leaves the target \d+ positions for an answer of 510; lower --max-new-tokens"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            run_bench(models / "run", bench, methods, sources, 2, None, 0, "the command")
+            run_bench(
+                models / "run",
+                bench,
+                methods,
+                [load_prompts(source, 2, None) for source in sources],
+                None,
+                0,
+                "the command",
+            )
     (models / "twice.jsonl").write_text('{"id": "a", "messages": [{"role": "user", "content": "w1"}]}\n' * 2)
     with pytest.raises(ValueError, match="several times the id in twice 'a'"):
-        run_bench(models / "run", bench, ["plain"], [str(models / "twice.jsonl")], 2, None, 0, "the command")
+        run_bench(
+            models / "run",
+            bench,
+            ["plain"],
+            [load_prompts(str(models / "twice.jsonl"), 2, None)],
+            None,
+            0,
+            "the command",
+        )
     bench.settings["max_new_tokens"] = 8
     with pytest.raises(ValueError, match="no method ' ours'"):
-        run_bench(models / "run", bench, [" ours"], [prompts], 2, None, 0, "the command")
+        run_bench(models / "run", bench, [" ours"], [load_prompts(prompts, 2, None)], None, 0, "the command")
     assert not (models / "run").exists()
 
 

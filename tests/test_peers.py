@@ -70,10 +70,13 @@ def test_the_bench_measures_z_labs_package(smollm2_path, tmp_path):
     if not PEERS.exists():
         pytest.skip(f"z-lab's package is not installed at {PEERS}; run `make peers`")
     from dflash_hub.benchmark.bench import Bench, read_records, run_bench
+    from dflash_hub.benchmark.prompts import load_prompts
 
     bench = Bench(smollm2_path, str(ROOT), None, "float32", 24, 0.0, None)
     prompts = str(ROOT / "benchmark" / "demo_prompts.jsonl")
-    run_bench(tmp_path / "run", bench, ["plain", "ours-7", "zlab"], [prompts], 2, None, 0, "the test")
+    run_bench(
+        tmp_path / "run", bench, ["plain", "ours-7", "zlab"], [load_prompts(prompts, 2, None)], None, 0, "the test"
+    )
     records = {(r["method"], r["id"]): r for r in read_records(tmp_path / "run")}
     for row_id in ("demo-0", "demo-1"):
         assert records["zlab", row_id]["same_text"] is True

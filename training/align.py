@@ -8,13 +8,13 @@ import dataclasses
 import json
 from pathlib import Path
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from ..benchmark.bench import complete_lines
 from ..convert.card import RECORD, write_card
 from ..convert.folders import new_folder
 from ..convert.importing import write_drafter
-from ..convert.init import target_skeleton
+from ..convert.init import read_target_config, target_skeleton
 from ..convert.reading import read_drafter
 from ..hub_dflash import write_text
 from ..target_dflash import check_pair
@@ -25,7 +25,7 @@ from .options import TrainOptions, resolved
 from .train import check_environment, load_rows, train, training_arguments, warm_drafter
 
 
-def check_alignment(options: TrainOptions, prompts: list[dict], output: Path):
+def check_alignment(options: TrainOptions, prompts: list[dict]):
     """All that can be wrong and be seen before the target answers anything, which may take hours.
 
     Args:
@@ -39,8 +39,8 @@ def check_alignment(options: TrainOptions, prompts: list[dict], output: Path):
     resolved(options)
     BlockLoss(options.loss, None)
     split_held_out(prompts, options.held_out, options.seed)
-    training_arguments(options, len(prompts) - options.held_out, output / "run")
-    check_pair(warm_drafter(options), target_skeleton(AutoConfig.from_pretrained(options.target)))
+    training_arguments(options, len(prompts) - options.held_out, Path(options.output) / "run")
+    check_pair(warm_drafter(options), target_skeleton(read_target_config(options.target)))
     load_rows(options.rehearsal, options, AutoTokenizer.from_pretrained(options.target))
 
 

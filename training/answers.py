@@ -11,7 +11,6 @@ conversation so far, the target's own answers in it. An answer that does not end
 
 import json
 import random
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
@@ -19,9 +18,11 @@ from pathlib import Path
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..benchmark.rows import cut_at_end, end_tokens, left_padded, pad_token
+from ..benchmark.bench import repeated
+from ..benchmark.rows import cut_at_end, left_padded, pad_token
 from ..benchmark.server import Server
 from ..convert.checkpoint import read_json
+from ..demo.pair import end_tokens
 from ..hub_dflash import write_text
 from .identity import template_fingerprint
 
@@ -103,9 +104,8 @@ def regenerate(
     """
     if not prompts:
         raise ValueError("there is no prompt to answer.")
-    repeated = [row_id for row_id, count in Counter(row["id"] for row in prompts).items() if count > 1]
-    if repeated:
-        raise ValueError(f"several prompts have the id {repeated[0]!r}, so their answers could not be told apart.")
+    if again := repeated(row["id"] for row in prompts):
+        raise ValueError(f"several prompts have the id {again[0]!r}, so their answers could not be told apart.")
     _open_folder(output, settings)
     drop_cut_line(output / "answers.jsonl")
     answers = {(row["id"], row["turn"]): row["answer_ids"] for row in read_answers(output / "answers.jsonl")}

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from transformers.utils import cached_file
 
-from ..benchmark.rows import end_tokens
 from ..candidates_dflash import DFlashCandidateGenerator
 from ..convert.card import RECORD
 from ..convert.checkpoint import read_json
+from ..demo.pair import end_tokens
 from ..target_dflash import check_pair, tap_request, tapped
 from .answers import encode
 from .blocks import denoise

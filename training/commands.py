@@ -333,7 +333,7 @@ def align(
     values["prompts"] = [prompt_source(name) for name in prompts] if rehearsal else []
     options = TrainOptions(**values)
     rows = chosen_prompts(prompts, column, count, seed)
-    check_alignment(options, rows, output)
+    check_alignment(options, rows)
     answer_prompts(
         rows, output / "answers", target, max_new_tokens=max_new_tokens, max_prompt_tokens=2048,
         sampling={"do_sample": False}, thinking=thinking, batch_size=64, dtype=dtype, seed=seed,

@@ -20,14 +20,13 @@ import typer
 
 from ..benchmark.bench import origin, peak_bytes
 from ..cli import run_plainly
-from ..convert.init import init_drafter
 from ..demo.smollm2 import smollm2
-from ..modeling_dflash import DFlashDraftModel
+from ..target_dflash import embedding_rows
 from .commands import typed_command
 from .data import Collator, PackedRows
 from .losses import BlockLoss, default_gamma
 from .options import TrainOptions
-from .train import load_target, training_arguments
+from .train import fresh_drafter, load_target, training_arguments
 from .trainer import DFlashTrainer, checkpoint_activations
 
 BASE = {"num_anchors": 64, "block_size": 8, "length": 256, "layers": 3, "gradient_checkpointing": False}
@@ -46,17 +45,16 @@ def measure(
 ) -> dict:
     """Seconds of a step of one row, and the process's peak memory, of which the models alone take a part."""
     loaded, _ = load_target(target, dtype)
-    vocabulary = loaded.config.get_text_config(decoder=True).vocab_size
+    vocabulary = embedding_rows(loaded)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary // 2, vocabulary, (length,), generator=generator).tolist()
     row = {"id": "random", "turn": 0, "prompt_ids": tokens[: length // 4], "answer_ids": tokens[length // 4 :]}
     with tempfile.TemporaryDirectory() as folder:
-        init_drafter(target, f"{folder}/start", layers, block_size)
-        drafter = DFlashDraftModel.from_pretrained(f"{folder}/start", dtype=torch.float32)
+        options = TrainOptions(target, [], folder, layers=layers, block_size=block_size, max_steps=steps, batch_size=1)
+        drafter = fresh_drafter(options, Path(folder))
         if gradient_checkpointing:
             checkpoint_activations(drafter)
         before = peak_bytes()
-        options = TrainOptions(target, [], folder, max_steps=steps, batch_size=1)
         arguments = training_arguments(options, 1, Path(folder))
         arguments.eval_strategy = arguments.save_strategy = "no"
         trainer = DFlashTrainer(

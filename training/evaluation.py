@@ -12,7 +12,7 @@ import statistics
 
 import torch
 
-from ..benchmark.rows import end_tokens
+from ..demo.pair import end_tokens
 from ..statistics_dflash import Speculation
 from ..target_dflash import embedding_rows
 from .blocks import block_labels, denoise
@@ -55,7 +55,7 @@ def right_drafts(target, drafter, batch: dict, blocks_at_once: int, layer_ids: l
     """
     rows, config = rows_of(batch), drafter.config
     context = row_context(target, batch, layer_ids or config.target_layer_ids)
-    head = target.get_output_embeddings()
+    head, vocab_rows = target.get_output_embeddings(), embedding_rows(target)
     possible = (rows.answer_mask[0, :-1] & rows.answer_mask[0, 1:]).nonzero()[:, 0]
     counts = []
     for anchors in possible.split(blocks_at_once):
@@ -70,7 +70,7 @@ def right_drafts(target, drafter, batch: dict, blocks_at_once: int, layer_ids: l
             if len(alive) == 0:
                 break
             logits = drafter.draft_logits(hidden[alive, slot, None].to(target.dtype), head)[:, 0]
-            drafts = logits[:, : embedding_rows(target)].argmax(-1)  # a padded head has rows that are no tokens
+            drafts = logits[:, :vocab_rows].argmax(-1)  # a padded head has rows that are no tokens
             alive = alive[(drafts == labels[0, alive, slot]) & supervised[0, alive, slot]]
             count[alive] += 1
         counts += count.tolist()

@@ -21,6 +21,11 @@ def default_gamma(block_size: int) -> float:
     return PAPER_GAMMA.get(block_size, block_size / 2)
 
 
+def gamma_of(kind: str, gamma: float | None, block_size: int) -> float | None:
+    """The decay of a loss where `gamma` is not stated: the default, and none for D-PACE, which has weights of its own."""
+    return default_gamma(block_size) if gamma is None and kind != "dpace" else gamma
+
+
 def slot_weights(num_slots: int, gamma: float | None, device) -> torch.Tensor:
     """(L,) weights `exp(-(k - 1) / gamma)`, k = 1..L; uniform where gamma is None."""
     if gamma is None:

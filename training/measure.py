@@ -12,10 +12,9 @@ from typing import Annotated
 import typer
 
 from ..benchmark.bench import origin
-from ..benchmark.report import interval, over_prompts, table
+from ..benchmark.report import interval, over_prompts, table, tau_of
 from ..cli import run_plainly
 from ..convert.checkpoint import read_json
-from ..demo.pair import DTYPES
 from ..demo.smollm2 import smollm2
 from ..modeling_dflash import DFlashDraftModel
 from .answers import read_answers
@@ -32,7 +31,7 @@ def main(
 ):
     """Print the table."""
     loaded, _ = load_target(target or smollm2()[0], dtype)
-    model = DFlashDraftModel.from_pretrained(drafter, dtype=DTYPES[dtype]).to(loaded.device).eval()
+    model = DFlashDraftModel.from_pretrained(drafter, dtype=loaded.dtype).to(loaded.device).eval()
     lines, taus = [], []
     for folder in answers:
         settings = read_json(folder / "settings.json", "generation")
@@ -40,19 +39,14 @@ def main(
             raise ValueError(f"the answers in {folder} were sampled; rounds can be replayed on greedy ones only.")
         rows = [row for row in read_answers(folder / "answers.jsonl") if len(row["answer_ids"]) > 1]
         speculation, _, first = replay(loaded, model, rows)
-        by_prompt = list(zip((row["id"] for row in rows), speculation.acceptance_lengths))
-        tau = over_prompts(by_prompt, lambda item: item[0], tau_of)
+        records = [{"id": row["id"], "rounds": r} for row, r in zip(rows, speculation.acceptance_lengths)]
+        tau = over_prompts(records, lambda record: record["id"], tau_of)
         taus.append(tau[0])
         slots = " ".join(f"{share:.2f}" for share in speculation.slot_acceptance)
         lines.append([folder.name, len(rows), interval(tau), f"{first:.2f}", slots])
     head = ["set", "answers", "tau", "first slot right, all anchors", "slots 1 to k accepted"]
     typer.echo(table(head, [*lines, ["mean", "", f"{sum(taus) / len(taus):.2f}", "", ""]]))
     typer.echo("\n" + origin(typed_command("python -m dflash_hub.training.measure")) + f", {dtype}")
-
-
-def tau_of(answers: list[tuple[str, list[int]]]) -> float:
-    """Of (prompt's id, acceptance lengths) of each answer."""
-    return sum(sum(lengths) for _, lengths in answers) / sum(len(lengths) for _, lengths in answers)
 
 
 if __name__ == "__main__":

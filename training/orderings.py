@@ -22,7 +22,6 @@ import typer
 from ..benchmark.bench import origin
 from ..benchmark.prompts import prompt_source
 from ..cli import run_plainly
-from ..convert.init import init_drafter
 from ..demo.smollm2 import smollm2
 from ..hub_dflash import write_text
 from ..modeling_dflash import DFlashDraftModel
@@ -30,9 +29,9 @@ from .commands import typed_command
 from .data import Collator, PackedRows, split_held_out, usable_rows
 from .evaluation import replay
 from .identity import identify
-from .losses import BlockLoss, ReducedHead, default_gamma
+from .losses import BlockLoss, ReducedHead, gamma_of
 from .options import TrainOptions
-from .train import fill_cache, load_rows, load_target, training_arguments
+from .train import fill_cache, fresh_drafter, load_rows, load_target, training_arguments
 from .trainer import DFlashTrainer
 
 
@@ -89,17 +88,11 @@ def run_variant(variant: Variant, base: TrainOptions, target, tokenizer, trainin
     """Train one variant for `seconds` of processor time and measure it."""
     options = dataclasses.replace(base, **variant.options)
     with tempfile.TemporaryDirectory() as folder:
-        start = Path(folder) / "start"
-        init_drafter(
-            options.target, str(start), options.layers, options.block_size, options.taps,
-            mask_token=options.mask_token, from_target_layers=options.from_target_layers, seed=options.seed,
-        )  # fmt: skip
-        drafter = DFlashDraftModel.from_pretrained(start, dtype=torch.float32)
+        drafter = fresh_drafter(options, Path(folder))
         if variant.blind:
             torch.nn.init.zeros_(drafter.fc.weight)
             drafter.fc.weight.requires_grad_(False)
-        gamma = default_gamma(options.block_size) if options.gamma is None else (options.gamma or None)
-        loss = BlockLoss(options.loss, gamma)
+        loss = BlockLoss(options.loss, gamma_of(options.loss, options.gamma, options.block_size) or None)
         name = "-".join(map(str, drafter.config.target_layer_ids)) + "-last" * loss.needs_teacher
         cache = fill_cache(f"{base.features}-{name}", identify(target), target, drafter, loss, training)
         used = torch.tensor(sorted({token for row in training for token in row["answer_ids"]}))

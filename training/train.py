@@ -33,11 +33,11 @@ from ..benchmark.bench import complete_lines, environment
 from ..benchmark.prompts import read_prompts
 from ..configuration_dflash import FULL, SLIDING, DFlashConfig
 from ..convert.card import RECORD, write_card
-from ..convert.checkpoint import read_json
+from ..convert.checkpoint import in_a_line, read_json
 from ..convert.folders import new_folder
 from ..convert.init import init_drafter
 from ..convert.reading import check_borrowed, read_drafter
-from ..demo.pair import DTYPES
+from ..demo.pair import dtype_of
 from ..hub_dflash import write_text
 from ..modeling_dflash import DFlashDraftModel
 from ..target_dflash import check_pair
@@ -45,7 +45,7 @@ from .answers import read_answers
 from .data import Collator, PackedRows, document_key, split_held_out, usable_rows
 from .features import FeatureCache, check_teacher, checksum, feature_layers, tapped_features
 from .identity import identify, same_target, template_fingerprint
-from .losses import BlockLoss, ReducedHead, default_gamma
+from .losses import BlockLoss, ReducedHead, gamma_of
 from .options import TrainOptions, resolved
 from .trainer import DFlashTrainer, checkpoint_activations, evaluate
 
@@ -78,9 +78,7 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
         config = drafter.config
     else:
         config = fresh_config(options)
-    gamma = options.gamma
-    if gamma is None and options.loss != "dpace":
-        gamma = default_gamma(config.block_size)
+    gamma = gamma_of(options.loss, options.gamma, config.block_size)
     loss = BlockLoss(options.loss, gamma or None)
     if loss.needs_teacher:
         check_teacher(target)
@@ -179,10 +177,9 @@ def load_target(name: str, dtype: str):
     Raises:
         ValueError: an unknown dtype.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype!r} is none of {', '.join(DTYPES)}.")
+    torch_dtype = dtype_of(dtype)
     state = accelerate.PartialState(cpu=not torch.accelerator.is_available())
-    target = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype], device_map={"": state.device})
+    target = AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype, device_map={"": state.device})
     return target.requires_grad_(False).eval(), AutoTokenizer.from_pretrained(name)
 
 
@@ -346,7 +343,7 @@ def training_arguments(options: TrainOptions, num_packs: int, output: Path, fixe
             made.weight_decay,
         )  # fmt: skip
     except Exception as error:  # transformers and torch raise many kinds for a value that makes no sense
-        raise ValueError(f"these options cannot be trained with: {' '.join(str(error).split())}") from error
+        raise ValueError(f"these options cannot be trained with: {in_a_line(error)}") from error
     if made.n_gpu > 1:
         made._n_gpu = (
             1  # else transformers splits a batch over all GPUs, masks left out; several need `accelerate launch`

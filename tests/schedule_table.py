@@ -1,0 +1,54 @@
+"""Prints the table of docs/schedule.md: `python tests/schedule_table.py`. A minute or two; no model runs."""
+
+from statistics import mean
+
+from dflash_hub.schedule_dflash import DraftSchedule
+from test_schedule_dflash import TABLES, best_fixed, mean_auto, simulate, steady, switch
+
+SEEDS, LONG_SEEDS = range(30), range(10)
+DRAFTERS = {
+    "useless": steady(0.0),
+    "poor": steady(0.15),
+    "middling": steady(0.4),
+    "good, then useless": switch(100, 0.8, 0.0),
+    "useless, then good": switch(100, 0.0, 0.8),
+    "sure after an unsure first": lambda position, slot: 0.9 if slot else 0.4,
+}
+
+
+def second_call(table, acceptance, seed):
+    first = DraftSchedule(8)
+    simulate(table, acceptance, first, 1000 + seed)
+    return simulate(table, acceptance, DraftSchedule(8, first.statistics), seed)[0]
+
+
+def cell(table, acceptance) -> str:
+    """Speed of the best fixed number over plain, then the time of `auto` above that best."""
+    best, long_best = (
+        best_fixed(table, acceptance, 8, seeds, tokens=tokens) for seeds, tokens in ((SEEDS, 200), (LONG_SEEDS, 1000))
+    )
+    plain = mean(simulate(table, acceptance, 0, seed)[0] for seed in SEEDS)
+    above = (
+        mean_auto(table, acceptance, 8, SEEDS) / best - 1,
+        mean(second_call(table, acceptance, seed) for seed in SEEDS) / best - 1,
+        mean_auto(table, acceptance, 8, LONG_SEEDS, tokens=1000) / long_best - 1,
+    )
+    return ", ".join([f"{plain / best:.2f}", *(f"{share:+.1%}" for share in above)])
+
+
+def worst() -> tuple[float, int]:
+    """The most above plain decoding over 200 tokens, and in how many runs."""
+    runs = [
+        simulate(table, acceptance, DraftSchedule(block_size), seed)
+        for table in TABLES
+        for acceptance in DRAFTERS.values()
+        for block_size in (8, 16)
+        for seed in range(25)
+    ]
+    return max(seconds / plain - 1 for seconds, plain, _ in runs), len(runs)
+
+
+if __name__ == "__main__":
+    for table in TABLES:
+        print(f"| {table} | " + " | ".join(cell(table, steady(a)) for a in (0.6, 0.7, 0.8, 0.9)) + " |", flush=True)
+    print("above plain at most: {:.1%} in {} runs".format(*worst()))
