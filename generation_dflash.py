@@ -455,7 +455,7 @@ class Decoding:
             drafted, choices, scores = self._choices_of_block(drafts, logits)
         else:
             drafted = drafts.tolist()
-        accepted, written = [0] * self.rows, []
+        accepted, written = [0] * self.rows, []  # written: tokens, step by step
         for group in self.groups:
             if self.apart and resting[group.start]:
                 continue
@@ -467,12 +467,10 @@ class Decoding:
                 tokens, agreed = self._append(group, tokens, [row[i] if i < count else None for row in drafted[group]])
                 for row, same in zip(range(self.rows)[group], agreed):
                     accepted[row] += same
-                written += tokens
+                written.append(tokens)
                 if self.record.wants_scores:
                     self.record.add(scores[:, i] if self.choice.stateless else step_scores, logits[:, i])
                 self.stop(group, text.view(group), tokens, self.record.scores)
-                if self.call.streamer is not None and self.rows > 1:
-                    self.call.streamer.put(torch.tensor(tokens))
                 if all(self.stop.ended[group]) or not all(agreed):
                     break
         added = [now - then for now, then in zip(text.lengths, before)]
@@ -480,8 +478,9 @@ class Decoding:
             self._count_round([row for row in range(self.rows) if not resting[row]], count, accepted, added)
         else:
             self.clock.start()
-        if self.call.streamer is not None and self.rows == 1:
-            self.call.streamer.put(torch.tensor(written))
+        if self.call.streamer is not None:
+            for tokens in [sum(written, [])] if self.rows == 1 else written:
+                self.call.streamer.put(torch.tensor(tokens))
             self.clock.start()  # a streamer may take its time, which is no part of a round
         return added
 

@@ -25,6 +25,7 @@ FADE = 0.95  # of the acceptance counts, at each drafted round
 HOPE, HOPE_WEIGHT = 0.75, 2.0  # acceptance of a slot before it is tried, and how many tries this is worth
 HOPED_SLOPE = 0.05  # what a token adds to an untried target pass, in plain passes
 HOPED_DRAFTER, WORST_DRAFTER = 0.3, 0.75  # an untried drafter pass, in plain passes
+FASTER = 0.85  # a pass this much below its median tells that the machine has sped up
 DISBELIEF = 1.5  # a first measurement counts up to this multiple of what was expected: it may be a warm-up
 KEPT, KEPT_ROUNDS = 5, 128  # measurements of one kind that are kept, and for how many rounds
 REFRESH = 0.01  # share of the time that measuring T(1) again may cost while drafting pays
@@ -203,6 +204,7 @@ class DraftSchedule:
             self._fade_acceptance(CARRIED / max([CARRIED, *self.statistics.tried]))
         self.trying = False
         self.drafted = False  # whether the last round did
+        self.sped_up = False  # since T(1) was measured
         self.tokens = 0.0  # of this call, by row
 
     def next(self, rows: int = 1, context: int = 0) -> int:
@@ -244,8 +246,9 @@ class DraftSchedule:
         statistics.rounds += 1
         tokens = 1 + sum(accepted) / len(accepted)
         if num_draft == 0:
-            if 1 in statistics.target and self._is_elsewhere(rows, context):
+            if 1 in statistics.target and (self.sped_up or self._is_elsewhere(rows, context)):
                 self._rescale(target_seconds / plain_seconds(statistics))
+                self.sped_up = False
             statistics.target.setdefault(1, Samples()).add(statistics.rounds, target_seconds)
             statistics.rows = rows
             statistics.waited += 1
@@ -275,7 +278,7 @@ class DraftSchedule:
 
     def _plain_is_unknown(self, rows, context) -> bool:
         target = self.statistics.target
-        if 1 not in target or self._is_elsewhere(rows, context):
+        if 1 not in target or self.sped_up or self._is_elsewhere(rows, context):
             return True
         # A single measurement above that of a longer pass was disturbed.
         longer = [samples.median for length, samples in target.items() if length > 1]
@@ -287,7 +290,8 @@ class DraftSchedule:
         return any(max(pair) >= 2 * min(pair) for pair in pairs)
 
     def _rescale(self, factor: float):
-        """Take over times measured with other rows or context: one sample of each kind, in proportion to T(1)."""
+        """Take over times measured with other rows or context, or on a slower machine: one sample of each kind, in proportion
+        to T(1)."""
         statistics = self.statistics
         for samples in (*statistics.target.values(), statistics.drafter, statistics.catching_up):
             if samples:
@@ -298,6 +302,9 @@ class DraftSchedule:
     def _count_time(self, num_draft, tokens, target_seconds, drafter_seconds):
         statistics, length = self.statistics, num_draft + 1
         target = statistics.target.setdefault(length, Samples())
+        # Other work on the machine ended, say. A T(1) from before would make drafting look better than it is; where the machine
+        # slows down, drafting looks worse, and the plain rounds that follow measure T(1).
+        self.sped_up = len(target) > 1 and target_seconds < FASTER * target.median
         target.add(statistics.rounds, target_seconds)
         drafter = statistics.drafter if self.drafted else statistics.catching_up
         drafter.add(statistics.rounds, drafter_seconds)

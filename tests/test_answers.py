@@ -164,6 +164,10 @@ def test_prompts_from_files_and_data_sets(tmp_path, monkeypatch):
     assert read_prompts("org/set")[0]["messages"] == [{"role": "user", "content": "x"}]
     with pytest.raises(ValueError, match="has no column 'text' but"):
         read_prompts("org/set", "text")
+    rows.append({"question": None, "messages": [{"role": "assistant", "content": "y"}]})
+    for column in ("question", None):
+        with pytest.raises(ValueError, match="'org/set', row 1: expected the text of a user's turn in"):
+            read_prompts("org/set", column)
 
 
 class FakeEngine(BaseHTTPRequestHandler):

@@ -485,9 +485,11 @@ def test_orderings_and_cost_print_their_tables(tiny_pair, monkeypatch, capsys):
 
     from dflash_hub.training import cost, orderings
 
-    chosen = ("base", "fixed blocks", "no features", "block 16, served at 8")
-    monkeypatch.setattr(orderings, "VARIANTS", [v for v in orderings.VARIANTS if v.name in chosen])
-    orderings.main(["a.jsonl"], tiny_pair / "out", target="target", rows=4, held_out=2, seconds=0.01, layers=1)
+    chosen = ["base", "fixed blocks", "no features", "block 16, served at 8"]
+    small = {"target": "target", "rows": 4, "held_out": 2, "seconds": 0.01, "layers": 1}
+    with pytest.raises(ValueError, match="--variant 'sideways' is none of base, fixed blocks,"):
+        orderings.main(["a.jsonl"], tiny_pair / "out", **small, variant=["base", "sideways"])
+    orderings.main(["a.jsonl"], tiny_pair / "out", **small, variant=chosen)
     table = (tiny_pair / "out" / "table.md").read_text()
     assert all(f"| {name} | 1." in table or f"| {name} | 2." in table for name in chosen)
     capsys.readouterr()
@@ -552,18 +554,22 @@ def test_pitfall_80_answers_of_another_thinking_mode_or_template_are_refused(tmp
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_job_with_ddp_and_with_fsdp(tmp_path):
-    """Each sees its share of every batch; sharded or not, the losses are the same."""
+    """Each sees its share of every batch; sharded or not, the losses are those of one process with as many batches a step."""
     target = tiny_target("llama", num_hidden_layers=8)
     target.save_pretrained(tmp_path / "target")
     tiny_tokenizer(90).save_pretrained(tmp_path / "target")
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers_of(target, 24)))
+    rows = [row | {"answer_ids": row["answer_ids"][: 6 + 3 * (i % 7)]} for i, row in enumerate(answers_of(target, 24))]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     fsdp = '{"version": 2, "transformer_layer_cls_to_wrap": ["DFlashDecoderLayer"]}'
     losses = {}
-    for name, port, further in (
-        ("ddp", 29641, []),
-        ("fsdp", 29642, ["--argument", "fsdp=full_shard", "--argument", f"fsdp_config={fsdp}"]),
+    for name, processes, further in (
+        ("alone", [], ["--accumulate", "2"]),
+        ("ddp", ["29641"], []),
+        ("fsdp", ["29642"], ["--argument", "fsdp=full_shard", "--argument", f"fsdp_config={fsdp}"]),
     ):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
+        command = [sys.executable]
+        if processes:
+            command += ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", *processes]
         command += [
             "-m",
             "dflash_hub",
@@ -576,7 +582,7 @@ def test_two_processes_train_as_one_job_with_ddp_and_with_fsdp(tmp_path):
             name,
             *further,
         ]
-        command += "--layers 2 --block-size 4 --held-out 6 --eval-prompts 3 --num-anchors 16 --batch-size 4 --max-steps 6".split()
+        command += "--layers 2 --block-size 4 --held-out 8 --eval-prompts 3 --num-anchors 100 --batch-size 4 --max-steps 6".split()
         command += ["--evaluations", "1", "--eval-new-tokens", "12", "--argument", "logging_steps=1"]
         # On CPUs `accelerate launch` wants mpirun; torchrun starts the same two processes.
         environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
@@ -587,6 +593,7 @@ def test_two_processes_train_as_one_job_with_ddp_and_with_fsdp(tmp_path):
         assert any("eval_acceptance_length" in entry for entry in entries)
         DFlashDraftModel.from_pretrained(tmp_path / name / "drafter")
     assert len(losses["ddp"]) == 6 and losses["ddp"] == pytest.approx(losses["fsdp"], rel=1e-3)
+    assert losses["ddp"] == pytest.approx(losses["alone"], rel=1e-3)  # all anchors are drawn, so they are the same
 
 
 def test_replayed_acceptance_of_a_set(tmp_path):

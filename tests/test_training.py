@@ -24,6 +24,7 @@ from dflash_hub.training.blocks import (
 from dflash_hub.training.data import (
     Collator,
     PackedRows,
+    document_features,
     document_key,
     pack,
     placed,
@@ -337,11 +338,13 @@ def test_packing_fills_rows_and_loses_nothing():
 
 
 def test_batches_place_every_token():
-    first, second, third = row_of(3, 4, 1), row_of(2, 6, 2), row_of(5, 5, 3)
+    first, second, third = row_of(3, 4, 1), row_of(2, 6, 2), row_of(10, 8, 3)
     batch = batch_of([first, second], [third])
-    assert batch["document_ids"].tolist() == [[0] * 7 + [1] * 8, [0] * 10 + [PADDING] * 5]
+    assert batch["document_ids"].tolist() == [[0] * 7 + [1] * 8 + [PADDING] * 3, [0] * 18]
     assert batch["answer_mask"][0].nonzero()[:, 0].tolist() == [3, 4, 5, 6, 9, 10, 11, 12, 13, 14]
-    ids = batch["document_input_ids"][batch["document_mask"].bool()]
+    # Short documents are not padded to the longest of the batch, whose rows hold all lengths.
+    assert [list(ids.shape) for ids, _ in batch["documents"]] == [[1, 18], [2, 8]]
+    ids = torch.cat([ids[mask.bool()] for ids, mask in batch["documents"]])
     assert placed(ids[:, None], batch)[..., 0].equal(batch["input_ids"])
     assert batch_of([first], width=32)["input_ids"].shape == (1, 32)
 
@@ -360,8 +363,7 @@ def test_cached_features_are_those_of_the_step_and_refused_for_another_target(tm
     cache.fill(documents, compute)
     cache.verify()
     online, offline = batch_of([rows[0], rows[4]]), batch_of([rows[0], rows[4]], cache=cache)
-    features = compute(online["document_input_ids"], online["document_mask"])[online["document_mask"].bool()]
-    torch.testing.assert_close(offline["features"], features)
+    torch.testing.assert_close(offline["features"], document_features(target, online, layers))
 
     with pytest.raises(ValueError, match="not of this target"):
         FeatureCache(tmp_path, identify(tiny_target("qwen3", seed=1)), layers)
@@ -405,6 +407,12 @@ def trainer_of(tmp_path, target, drafter, rows, held_out, loss="ce", cache=None,
         drafter, target, TrainingArguments(**fields | arguments), PackedRows(rows, pack_length, 0), Collator(cache),
         BlockLoss(loss, 4.0), 8, held_out, 2, 24,
     )  # fmt: skip
+
+
+def step_loss(trainer, model, *batches: dict) -> torch.Tensor:
+    """Loss of an optimizer step over `batches`, as `Trainer` computes it."""
+    drawn, weights = trainer.get_batch_samples(iter(batches), len(batches), torch.device("cpu"))
+    return sum(trainer.compute_loss(model, batch, num_items_in_batch=weights) for batch in drawn)
 
 
 def losses_of(trainer) -> list[float]:
@@ -528,7 +536,7 @@ def test_pitfall_84_gradient_checkpointing_changes_no_gradient_and_recomputes(tm
         # Before the call: a recomputation ends as soon as it has what the gradient needs.
         drafter.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         trainer = trainer_of(tmp_path, target, drafter.train(), answers[:4], answers[8:])
-        trainer.compute_loss(drafter, batch_of(*[[row] for row in answers[:4]])).backward()
+        step_loss(trainer, drafter, batch_of(*[[row] for row in answers[:4]])).backward()
         gradients.append({name: p.grad for name, p in drafter.named_parameters()})
         forwards.append(len(calls))
     assert forwards == [1, 2]
@@ -552,7 +560,7 @@ def test_pitfall_84_gradient_checkpointing_goes_through_ddp(tmp_path, target, an
             model = DistributedDataParallel(drafter, find_unused_parameters=False)
         try:
             for batch in batches:
-                trainer.compute_loss(model, batch).backward()
+                step_loss(trainer, model, batch).backward()
         finally:
             if distributed:
                 torch.distributed.destroy_process_group()
@@ -609,11 +617,9 @@ def test_pitfall_86_memory_does_not_grow_with_anchors_times_vocabulary(tmp_path,
         trainer.num_anchors = num_anchors
         loss, logits = None, LargestLogits()
         batch = batch_of(*[[row] for row in rows])
-        batch["features"] = tapped_features(target, batch["document_input_ids"], batch["document_mask"], [0, 1, 2])[
-            batch["document_mask"].bool()
-        ]  # given, so that the target's own logits are not counted
+        batch["features"] = document_features(target, batch, [0, 1, 2])  # given, so that the target's own logits are not counted
         with logits:
-            loss = trainer.compute_loss(trainer.model, batch)
+            loss = step_loss(trainer, trainer.model, batch)
             loss.backward()
         return logits.most
 
@@ -772,9 +778,29 @@ def test_a_batch_without_an_anchor_gives_no_loss(tmp_path, target, answers):
     trainer = trainer_of(tmp_path, target, tiny_drafter(), answers[:2], answers[8:])
     batch = batch_of([answers[0]])
     batch["answer_mask"][:] = False
-    loss = trainer.compute_loss(trainer.model, batch)
+    loss = step_loss(trainer, trainer.model, batch)
     loss.backward()
     assert float(loss.detach()) == 0
+
+
+@pytest.mark.parametrize("loss", ["ce", "dpace", "tv"])
+def test_a_step_over_several_batches_is_the_step_over_one(tmp_path, target, answers, loss):
+    """A slot weighs the same in a batch of short answers as in one of long ones, and beside a batch without any."""
+    rows = vary(answers[:6])
+    silent = batch_of([answers[7]])
+    silent["answer_mask"][:] = False
+    spread = [batch_of(*[[row] for row in rows[:2]]), batch_of(*[[row] for row in rows[2:]]), silent]
+    losses, gradients = [], []
+    for batches in ([batch_of(*[[row] for row in rows])], spread):
+        drafter = tiny_drafter().train()
+        trainer = trainer_of(tmp_path, target, drafter, rows, answers[8:], loss)
+        trainer.num_anchors = 100  # all there are, so that both draw the same
+        losses.append(step_loss(trainer, drafter, *batches))
+        losses[-1].backward()
+        gradients.append({name: p.grad for name, p in drafter.named_parameters()})
+    torch.testing.assert_close(losses[0], losses[1])
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name])
 
 
 def test_features_are_kept_by_text_and_not_by_name(tmp_path):

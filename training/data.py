@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterable
 
 import torch
+from accelerate.utils import send_to_device
 from torch.utils.data import Dataset
 
 from .blocks import PADDING, Rows
@@ -94,8 +95,9 @@ def pack(rows: list[dict], pack_length: int, seed: int) -> list[list[dict]]:
 class Collator:
     """Makes a batch of packed rows, padded on the right.
 
-    A batch holds `Rows` as tensors, and the documents for the target: padded ids and mask, or cached features (tokens,
-    T * H); `row_index` and `column_index` (tokens,) say where each document's tokens lie in the rows.
+    A batch holds `Rows` as tensors, and the documents, the longest first, for the target: padded ids and mask of those of
+    similar length, or cached features (tokens, T * H); `row_index` and `column_index` (tokens,) say where each document's
+    tokens lie in the rows.
 
     Args:
         cache: of the target's features; None to compute them in the step.
@@ -111,7 +113,7 @@ class Collator:
         shape = (len(packs), width)
         input_ids, position_ids = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
         document_ids, answer_mask = torch.full(shape, PADDING), torch.zeros(shape, dtype=torch.bool)
-        texts, row_index, column_index = [], [], []
+        placed_documents = []
         for r, documents in enumerate(packs):
             start = 0
             for d, row in enumerate(documents):
@@ -121,36 +123,48 @@ class Collator:
                 position_ids[r, start:end] = torch.arange(len(text))
                 document_ids[r, start:end] = d
                 answer_mask[r, start + prompt : end] = True
-                row_index.append(torch.full((len(text),), r))
-                column_index.append(torch.arange(start, end))
-                texts.append(text)
+                placed_documents.append((row, text, torch.full((len(text),), r), torch.arange(start, end)))
                 start = end
+        placed_documents.sort(key=lambda document: len(document[1]), reverse=True)
+        documents, texts, row_index, column_index = zip(*placed_documents)
         batch = {
             "input_ids": input_ids, "position_ids": position_ids, "document_ids": document_ids, "answer_mask": answer_mask,
             "row_index": torch.cat(row_index), "column_index": torch.cat(column_index),
         }  # fmt: skip
         if self.cache is None:
-            batch["document_input_ids"], batch["document_mask"] = pad_documents(texts)
+            batch["documents"] = [pad_documents(similar) for similar in of_similar_length(texts)]
         else:
-            keys = [document_key(row) for documents in packs for row in documents]
-            features = [self.cache[key] for key in keys]
-            batch["features"] = torch.cat(features)
+            batch["features"] = torch.cat([self.cache[document_key(row)] for row in documents])
         return batch
+
+
+def of_similar_length(texts: Iterable[list[int]]) -> list[list[list[int]]]:
+    """Texts, the longest first, in groups whose shortest has at least half the longest's tokens: packed rows hold all lengths."""
+    groups = []
+    for text in texts:
+        if not groups or 2 * len(text) < len(groups[-1][0]):
+            groups.append([])
+        groups[-1].append(text)
+    return groups
 
 
 def rows_of(batch: dict) -> Rows:
     return Rows(batch["input_ids"], batch["document_ids"], batch["answer_mask"], batch["position_ids"])
 
 
+def document_features(target, batch: dict, layer_ids: list[int]) -> torch.Tensor:
+    """(tokens, T * H) features of a batch's documents, made now."""
+    return torch.cat([tapped_features(target, ids, mask, layer_ids)[mask.bool()] for ids, mask in batch["documents"]])
+
+
 def row_context(target, batch: dict, layer_ids: list[int]) -> torch.Tensor:
     """(B, S, T * H) features of a batch's rows, made now."""
-    features = tapped_features(target, batch["document_input_ids"], batch["document_mask"], layer_ids)
-    return placed(features[batch["document_mask"].bool()], batch)
+    return placed(document_features(target, batch, layer_ids), batch)
 
 
 def single_row(row: dict, device) -> dict[str, torch.Tensor]:
     """The batch of one answer."""
-    return {name: tensor.to(device) for name, tensor in Collator()([{"documents": [row]}]).items()}
+    return send_to_device(Collator()([{"documents": [row]}]), device)
 
 
 def placed(features: torch.Tensor, batch: dict) -> torch.Tensor:

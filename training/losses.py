@@ -62,11 +62,10 @@ class BlockLoss:
         return self.kind in ("kl", "tv")
 
     def normalizer(self, supervised: torch.Tensor) -> torch.Tensor:
-        """What the sum over all blocks is divided by: weights of the supervised slots (M, L), known before any logit."""
+        """What the sum over all blocks is divided by: weights of the supervised slots (..., L), known before any logit."""
         if self.kind == "dpace":
-            return supervised.sum().clamp(min=1)
-        weights = slot_weights(supervised.shape[1], self.gamma, supervised.device)
-        return (supervised * weights).sum().clamp(min=1e-6)
+            return supervised.sum()
+        return (supervised * slot_weights(supervised.shape[-1], self.gamma, supervised.device)).sum()
 
     def __call__(self, logits, labels, supervised, teacher_logits=None) -> torch.Tensor:
         """Weighted sum over slots: logits (M, L, V) in float32, labels and supervised (M, L), teacher (M, L, V)."""

@@ -84,7 +84,7 @@ class OrderingTrainer(DFlashTrainer):
         return anchors, valid.bool()
 
 
-def run_variant(variant: Variant, base: TrainOptions, target, tokenizer, training, held_out, seconds: float) -> dict:
+def run_variant(variant: Variant, base: TrainOptions, target, training, held_out, seconds: float) -> dict:
     """Train one variant for `seconds` of processor time and measure it."""
     options = dataclasses.replace(base, **variant.options)
     with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +109,7 @@ def run_variant(variant: Variant, base: TrainOptions, target, tokenizer, trainin
                 drafter, target, arguments, PackedRows(training, None, options.seed), Collator(cache), loss,
                 options.num_anchors, held_out, 0, 8, reduced_head=reduced,
             )  # fmt: skip
-            made.fixed_blocks, made.block_size = variant.fixed_blocks, options.block_size
+            made.fixed_blocks = variant.fixed_blocks
             return made
 
         state = {key: value.clone() for key, value in drafter.state_dict().items()}
@@ -161,8 +161,12 @@ def main(
     held_out: Annotated[int, typer.Option(help="Answers to measure on.")] = 40,
     seconds: Annotated[float, typer.Option(help="Processor time of a variant's training.")] = 360,
     layers: Annotated[int, typer.Option(help="Of the base.")] = 3,
+    variant: Annotated[list[str] | None, typer.Option(help="By name; repeatable. Default: all.")] = None,
 ):
-    """Measure all variants on one subset of answers."""
+    """Measure variants on one subset of answers."""
+    unknown = sorted(set(variant or []) - {known.name for known in VARIANTS})
+    if unknown:
+        raise ValueError(f"--variant {unknown[0]!r} is none of {', '.join(known.name for known in VARIANTS)}.")
     base = TrainOptions(
         target=target or smollm2()[0], answers=answers, output=str(output), prompts=[prompt_source(p) for p in prompts or []],
         layers=layers, block_size=8, from_target_layers=True, loss="ce", num_anchors=32, vocabulary="answers",
@@ -177,10 +181,11 @@ def main(
     output.mkdir(parents=True, exist_ok=True)
     path = output / "results.json"
     results = json.loads(path.read_text()) if path.exists() else []
-    for variant in VARIANTS:
-        if variant.name in {result["variant"] for result in results}:
+    finished = {result["variant"] for result in results}
+    for chosen in VARIANTS:
+        if chosen.name in finished or variant and chosen.name not in variant:
             continue
-        results.append(run_variant(variant, base, loaded, tokenizer, training, measured, seconds))
+        results.append(run_variant(chosen, base, loaded, training, measured, seconds))
         write_text(path, json.dumps(results, indent=1) + "\n")
         print(results[-1], flush=True)
     below = "\n" + origin(typed_command("python -m dflash_hub.training.orderings")) + "\n"

@@ -11,9 +11,9 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from ..modeling_dflash import DFlashDraftModel
 from .blocks import block_labels, denoise, draw_anchors
-from .data import Collator, PackedRows, placed, rows_of
+from .data import Collator, PackedRows, document_features, placed, rows_of
 from .evaluation import generate, replay
-from .features import feature_layers, tapped_features
+from .features import feature_layers
 from .losses import BlockLoss, ReducedHead, chunked_sum
 
 # Slots whose logits exist at one time: on a vocabulary of 150 thousand, 1.2 GB in float32.
@@ -78,6 +78,7 @@ class DFlashTrainer(Trainer):
             drafter, args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=held_out, **kwargs
         )
         self.target = target.requires_grad_(False).eval()
+        self.block_size = drafter.config.block_size
         self.block_loss, self.num_anchors, self.reduced_head = loss, num_anchors, reduced_head
         self.held_out, self.eval_new_tokens, self.greedy_answers = held_out, eval_new_tokens, greedy_answers
         self.eval_rows = [row for row in held_out if row["turn"] == 0][:eval_prompts]
@@ -87,7 +88,8 @@ class DFlashTrainer(Trainer):
             torch.compile(create_block_mask) if self.flex and args.device.type == "cuda" else create_block_mask
         )
         self.layer_ids = feature_layers(drafter.config, target, loss)
-        self._micro_step = (0, -1)  # optimizer step, batch in it
+        self.model_accepts_loss_kwargs = True  # so that Trainer leaves dividing by the batches of a step to us
+        self._head = None  # of the step, where only a part of the vocabulary takes part
         self._anchors: torch.Tensor | int = 0  # of this process since the last log
         self._last_log = time.monotonic()
         self._logged: dict[str, list[torch.Tensor]] = {}
@@ -95,34 +97,42 @@ class DFlashTrainer(Trainer):
     def _get_train_sampler(self, train_dataset=None):
         return LengthGroupedBatches(self.train_dataset, self.args.train_batch_size, self.args.seed)
 
-    def training_step(self, model, inputs, *args, **kwargs):
-        step, batch = self._micro_step
-        self._micro_step = (self.state.global_step, batch + 1 if step == self.state.global_step else 0)
-        return super().training_step(model, inputs, *args, **kwargs)
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """The batches of an optimizer step, their blocks drawn, and what the step's loss is divided by: the weights of all
+        slots, over batches and processes, so that it does not matter how they are spread.
 
-    def _generator(self) -> torch.Generator:
-        """Its draws depend on seed, step and process only, so a resumed run draws what an uninterrupted one would have."""
-        step = self.state.global_step * self.args.gradient_accumulation_steps + max(self._micro_step[1], 0)
-        seed = (self.args.seed * 1_000_003 + step) * self.args.world_size + self.args.process_index
-        return torch.Generator().manual_seed(seed % 2**63)
+        Draws depend on seed, step and process only, so a resumed run draws what an uninterrupted one would have.
+        """
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        seed = (self.args.seed * 1_000_003 + self.state.global_step) * self.args.world_size + self.args.process_index
+        generator = torch.Generator().manual_seed(seed % 2**63)
+        weights = torch.zeros((), device=device)
+        for batch in batches:
+            rows = rows_of(batch)
+            anchors, valid = self.draw(rows, generator)  # (B, N)
+            labels, supervised = block_labels(rows, anchors, valid, self.block_size)  # (B, N, K - 1)
+            batch |= {"anchors": anchors, "valid": valid, "labels": labels, "supervised": supervised}
+            weights += self.block_loss.normalizer(supervised)
+            self._anchors = self._anchors + valid.sum()
+        if self.reduced_head is not None:
+            self._head = self.reduced_head.draw(generator)
+        # Gradients are averaged over processes.
+        return batches, self.accelerator.reduce(weights, "mean").clamp(min=1e-6)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         drafter: DFlashDraftModel = self.accelerator.unwrap_model(model)
-        config, rows, generator = drafter.config, rows_of(inputs), self._generator()
+        config, rows = drafter.config, rows_of(inputs)
+        anchors, valid = inputs["anchors"], inputs["valid"]  # (B, N)
+        labels, supervised = inputs["labels"], inputs["supervised"]  # (B, N, K - 1)
 
         features = inputs.get("features")
         if features is None:
-            mask = inputs["document_mask"]
             # Not under autocast: features are those of generation, and those of a cache.
-            with torch.autocast(mask.device.type, enabled=False):
-                features = tapped_features(self.target, inputs["document_input_ids"], mask, self.layer_ids)
-            features = features[mask.bool()]  # (tokens, T * H)
+            with torch.autocast(anchors.device.type, enabled=False):
+                features = document_features(self.target, inputs, self.layer_ids)  # (tokens, T * H)
         taps = len(config.target_layer_ids) * config.hidden_size
         context = placed(features[:, :taps], inputs)  # (B, S, T * H)
 
-        anchors, valid = self.draw(rows, generator)  # (B, N)
-        self._anchors = self._anchors + valid.sum()
-        labels, supervised = block_labels(rows, anchors, valid, config.block_size)  # (B, N, K - 1)
         hidden = denoise(model, config, self.target, rows, context, anchors, valid, self.create_mask)
         hidden = hidden[:, :, 1:]  # (B, N, K - 1, H)
 
@@ -133,20 +143,20 @@ class DFlashTrainer(Trainer):
             index = index.clamp(max=states.shape[1] - 1)[..., None].expand(-1, -1, states.shape[2])
             teacher = states.gather(1, index).unflatten(1, labels.shape[1:])[valid]  # (M, K - 1, H)
         with self.accelerator.autocast():  # blocks of padding cost nothing from here on
-            return self._loss(drafter, hidden[valid], labels[valid], supervised[valid], teacher, generator)
+            total = self._loss(drafter, hidden[valid], labels[valid], supervised[valid], teacher)
+        return total / num_items_in_batch
 
     def draw(self, rows, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         return draw_anchors(rows, self.num_anchors, generator, fixed=self.flex)
 
-    def _loss(self, drafter, hidden, labels, supervised, teacher, generator) -> torch.Tensor:
-        """Mean loss over the slots of blocks (M, K - 1)."""
+    def _loss(self, drafter, hidden, labels, supervised, teacher) -> torch.Tensor:
+        """Weighted sum of the loss over the slots of blocks (M, K - 1)."""
         if len(labels) == 0:  # no row of this batch has an anchor
             return hidden.sum()
         head, target_head = self.target.get_output_embeddings(), self.target.get_output_embeddings()
         if self.reduced_head is not None:
-            head, index = self.reduced_head.draw(generator)
-            labels = index.to(labels.device)[labels]
-            supervised, labels = supervised & (labels >= 0), labels.clamp(min=0)
+            head, index = self._head
+            labels = index.to(labels.device)[labels].clamp(min=0)  # what is supervised takes part
             target_head = head
         right, count = [], supervised.sum()
 
@@ -157,7 +167,7 @@ class DFlashTrainer(Trainer):
             return self.block_loss(logits, labels[which], supervised[which], teacher_logits)
 
         chunk = max(1, CHUNK_SLOTS // labels.shape[1])
-        loss = chunked_sum(hidden, loss_of, chunk) / self.block_loss.normalizer(supervised)
+        loss = chunked_sum(hidden, loss_of, chunk)
         right = torch.cat(right)
         self._note("accuracy", right.sum() / count.clamp(min=1))
         self._note("accuracy_slot_1", right[:, 0].sum() / supervised[:, 0].sum().clamp(min=1))
