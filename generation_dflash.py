@@ -479,7 +479,8 @@ class Decoding:
         else:
             self.clock.start()
         if self.call.streamer is not None:
-            for tokens in [sum(written, [])] if self.rows == 1 else written:
+            pieces = written if self.rows > 1 else [[token for tokens in written for token in tokens]]
+            for tokens in pieces:
                 self.call.streamer.put(torch.tensor(tokens))
             self.clock.start()  # a streamer may take its time, which is no part of a round
         return added

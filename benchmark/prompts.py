@@ -122,7 +122,9 @@ def read_prompts(source: str, column: str | None = None) -> list[dict]:
         users = [m["content"] for m in value or [] if m["role"] == "user"] if wanted == "messages" else [value]
         prompts.append({"id": f"{name}:{i}", "messages": [{"role": "user", "content": content} for content in users]})
         if not _is_prompt(prompts[-1]):
-            raise ValueError(f"{source!r}, row {i}: expected the text of a user's turn in {wanted!r}, got {str(value)[:80]!r}.")
+            raise ValueError(
+                f"{source!r}, row {i}: expected the text of a user's turn in {wanted!r}, got {str(value)[:80]!r}."
+            )
     return prompts
 
 

@@ -1,5 +1,6 @@
 """The schedule against a fake clock: tables of pass times, drafters of known acceptance, many seeds. No model runs."""
 
+import itertools
 import random
 from statistics import mean
 
@@ -226,6 +227,20 @@ def test_rare_spikes_do_not_mislead():
         useless = mean_auto(table, steady(0.0), 8, seeds, **options)
         plain = mean(simulate(table, steady(0.0), 0, s, **options)[0] for s in seeds)
         assert useless <= 1.05 * plain
+
+
+@pytest.mark.parametrize("table", ("CPU, fast", "GPU, heavy drafter", "a fifth a token"))
+def test_a_machine_that_speeds_up_is_noticed(table):
+    """Other work beside the first 24 passes makes them half as slow again. With a T(1) from then each draft looks cheap."""
+
+    def busy():
+        passes = itertools.count(1)
+        return lambda kind, count, generator: 1.5 if next(passes) <= 24 else 1
+
+    for seed in range(20):
+        plain = simulate(table, steady(0.3), 0, seed, disturb=busy())[0]
+        seconds = simulate(table, steady(0.3), DraftSchedule(8), seed, disturb=busy())[0]
+        assert seconds <= 1.03 * plain, seed
 
 
 def test_times_that_grow_with_the_context():

@@ -617,7 +617,9 @@ def test_pitfall_86_memory_does_not_grow_with_anchors_times_vocabulary(tmp_path,
         trainer.num_anchors = num_anchors
         loss, logits = None, LargestLogits()
         batch = batch_of(*[[row] for row in rows])
-        batch["features"] = document_features(target, batch, [0, 1, 2])  # given, so that the target's own logits are not counted
+        batch["features"] = document_features(
+            target, batch, [0, 1, 2]
+        )  # given, so that the target's own logits are not counted
         with logits:
             loss = step_loss(trainer, trainer.model, batch)
             loss.backward()

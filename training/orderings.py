@@ -183,7 +183,7 @@ def main(
     results = json.loads(path.read_text()) if path.exists() else []
     finished = {result["variant"] for result in results}
     for chosen in VARIANTS:
-        if chosen.name in finished or variant and chosen.name not in variant:
+        if chosen.name in finished or (variant and chosen.name not in variant):
             continue
         results.append(run_variant(chosen, base, loaded, training, measured, seconds))
         write_text(path, json.dumps(results, indent=1) + "\n")
