@@ -13,6 +13,7 @@ from conftest import DRAFTERS, ROOT
 from dflash_hub.demo import page
 from dflash_hub.demo.pair import DraftedText
 from dflash_hub.demo.race import MAX_PROMPT_TOKENS, Race
+from matplotlib.pyplot import imread
 
 PROMPT = "Tom has 3 boxes. How many?"
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
@@ -218,8 +219,10 @@ def test_the_pictures_of_the_docs_are_there():
 
 def test_the_picture_of_the_method_is_drawn_by_its_script(tmp_path):
     runpy.run_path(str(ROOT / "docs" / "method.py"))["draw"](tmp_path / "method.png")
-    drawn, kept = ((folder / "method.png").read_bytes() for folder in (tmp_path, ROOT / "docs"))
-    assert drawn[:24] == kept[:24]  # a PNG of the same size
+    drawn, kept = (imread(folder / "method.png") for folder in (tmp_path, ROOT / "docs"))
+    assert (
+        drawn.shape == kept.shape and abs(drawn - kept).mean() < 0.01
+    )  # matplotlib's versions differ by edges of letters
 
 
 def test_the_space_is_complete_by_itself(tmp_path):
