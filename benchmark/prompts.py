@@ -120,7 +120,9 @@ def read_prompts(source: str, column: str | None = None) -> list[dict]:
     for i, row in enumerate(rows):
         value = row[wanted]
         users = [m["content"] for m in value or [] if m["role"] == "user"] if wanted == "messages" else [value]
-        prompts.append({"id": f"{name}:{i}", "messages": [{"role": "user", "content": content} for content in users]})
+        prompts.append(
+            {"id": f"{source}:{wanted}:{i}", "messages": [{"role": "user", "content": content} for content in users]}
+        )
         if not _is_prompt(prompts[-1]):
             raise ValueError(
                 f"{source!r}, row {i}: expected the text of a user's turn in {wanted!r}, got {str(value)[:80]!r}."
@@ -129,7 +131,7 @@ def read_prompts(source: str, column: str | None = None) -> list[dict]:
 
 
 def _read(path: Path):
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(json_lines(path), start=1):
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
@@ -139,7 +141,13 @@ def _read(path: Path):
                 f'{path}, line {number}: expected {{"id": ..., "messages": [user turns, each with a text as content]}}, got '
                 f"{line[:80]!r}."
             )
-        yield row
+        yield row | {"id": str(row["id"])}
+
+
+def json_lines(path: Path) -> list[str]:
+    """Lines of a JSONL file; `splitlines` would also break at separators that a JSON string may hold."""
+    text = path.read_text(encoding="utf-8").removesuffix("\n")
+    return text.split("\n") if text else []
 
 
 def _is_prompt(row) -> bool:

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import re
 import statistics
 import time
@@ -36,7 +37,10 @@ class Server:
 
     def _open(self, path: str, body: dict | None = None):
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.root + path, data, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(self.root + path, data, headers)
         try:
             return urllib.request.urlopen(request, timeout=self.timeout)
         except urllib.error.HTTPError as error:

@@ -55,6 +55,8 @@ def main(
     options = TrainOptions(target, answers, str(output), prompts=[prompt_source(p) for p in prompts or []])
     found, _, _ = load_rows(answers, options, tokenizer)
     found = [row for row in found if row["id"].startswith(only)]
+    if not found:
+        raise ValueError(f"--only {only!r} leaves no answer to tune on.")
     random.Random(0).shuffle(found)
     data = [styled(row, tokenizer, max_length) for row in found[:rows]]
     if tokenizer.pad_token_id is None:

@@ -12,7 +12,7 @@ from conftest import tiny_target
 from dflash_hub.benchmark.prompts import read_prompts
 from dflash_hub.benchmark.server import Server
 from dflash_hub.training.answers import LocalTarget, RemoteTarget, answer_settings, encode, read_answers, regenerate
-from dflash_hub.training.identity import identify
+from dflash_hub.training.identity import identify, same_target
 from test_init import tiny_tokenizer
 
 END = 2  # <end>
@@ -113,6 +113,10 @@ def test_other_settings_and_repeated_ids_are_refused(tmp_path, target, tokenizer
         run(tmp_path, other, tokenizer, prompts_of(2))
     with pytest.raises(ValueError, match="several prompts have the id 'p-0'"):
         run(tmp_path / "x", target, tokenizer, prompts_of(1) * 2)
+    edited = prompts_of(2)
+    edited[1]["messages"][0]["content"] += " w7"
+    with pytest.raises(ValueError, match="holds an answer to another prompt with the id 'p-1'"):
+        run(tmp_path, target, tokenizer, edited)
 
 
 def test_failures_are_counted_and_listed(tmp_path, target, tokenizer):
@@ -159,7 +163,7 @@ def test_prompts_from_files_and_data_sets(tmp_path, monkeypatch):
     fake = types.SimpleNamespace(load_dataset=lambda name, split: Columns(rows))
     monkeypatch.setitem(sys.modules, "datasets", fake)
     assert read_prompts("org/set:train[:1]", "question") == [
-        {"id": "org/set:0", "messages": [{"role": "user", "content": "a b"}]}
+        {"id": "org/set:train[:1]:question:0", "messages": [{"role": "user", "content": "a b"}]}
     ]
     assert read_prompts("org/set")[0]["messages"] == [{"role": "user", "content": "x"}]
     with pytest.raises(ValueError, match="has no column 'text' but"):
@@ -174,6 +178,7 @@ class FakeEngine(BaseHTTPRequestHandler):
     """OpenAI's completions over token ids, with and without ids in the answer; one prompt fails."""
 
     token_ids = True
+    odd = []
 
     def log_message(self, *args):
         pass
@@ -191,8 +196,11 @@ class FakeEngine(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert body["temperature"] == 0.0 and body["max_tokens"] == 10
+        assert self.headers["Authorization"] == "Bearer sesame"
         if len(body["prompt"]) == 4:
             return self._send({"error": "too short"}, 500)
+        if type(self).odd:
+            return self._send(type(self).odd.pop())
         choice = {"text": "w5 w6", "finish_reason": "stop"}
         if type(self).token_ids:
             choice["token_ids"] = [8, 9, END]
@@ -200,7 +208,8 @@ class FakeEngine(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("token_ids", [True, False])
-def test_a_server_answers_with_ids_or_text(tmp_path, target, tokenizer, token_ids):
+def test_a_server_answers_with_ids_or_text(tmp_path, target, tokenizer, token_ids, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
     FakeEngine.token_ids = token_ids
     server = HTTPServer(("127.0.0.1", 0), FakeEngine)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -215,6 +224,56 @@ def test_a_server_answers_with_ids_or_text(tmp_path, target, tokenizer, token_id
     assert source.retokenized == (0 if token_ids else len(rows))
     assert counts["failures"] == 7 - len(rows) == 2
     assert "answered 500" in (tmp_path / "failures.jsonl").read_text()
+
+
+def test_odd_answers_of_a_server_are_failures_of_their_rows(tmp_path, target, tokenizer, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    FakeEngine.token_ids = True
+    monkeypatch.setattr(FakeEngine, "odd", [{"choices": None}, {"choices": [{"text": None}]}, {"choices": [3]}, {}])
+    server = HTTPServer(("127.0.0.1", 0), FakeEngine)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        engine = Server(f"http://127.0.0.1:{server.server_port}/v1", None)
+        source = RemoteTarget(engine, tokenizer, 10, {"do_sample": False}, 3)
+        counts = run(tmp_path, target, tokenizer, prompts_of(8), source)
+        odd = (tmp_path / "failures.jsonl").read_text().count("without a choice that has a text")
+        assert odd == 4 and counts["answers"] == 8 - counts["failures"] > 0
+        again = run(tmp_path, target, tokenizer, prompts_of(8), source)
+    finally:
+        server.shutdown()
+    assert again["answers"] == counts["answers"] + 4
+
+
+def test_lines_end_where_a_newline_is(tmp_path):
+    """A JSON string may hold other separators as they are."""
+    row = {"id": 7, "messages": [{"role": "user", "content": "one\u2028two\x85three"}]}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_prompts(str(tmp_path / "p.jsonl")) == [row | {"id": "7"}]
+    answer = {"id": 7, "turn": 0, "prompt_ids": [1], "answer_ids": [2, 3], "note": "\u2028"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(answer, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_answers(tmp_path / "a.jsonl") == [answer | {"id": "7"}]
+
+
+@pytest.mark.parametrize("field", ["prompt_ids", "answer_ids"])
+@pytest.mark.parametrize("value", ["abc", [1, "2"], [-3], [1.0]])
+def test_answers_that_are_no_token_ids_are_named(tmp_path, field, value):
+    row = {"id": "a", "turn": 0, "prompt_ids": [1], "answer_ids": [2, 3]} | {field: value}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=rf"line 1: .*`{field}`"):
+        read_answers(tmp_path / "a.jsonl")
+
+
+def test_a_target_is_known_by_its_weights_and_its_rope():
+    target = tiny_target("llama")
+    stretched = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    other = tiny_target("llama", rope_parameters=stretched)
+    other.load_state_dict(target.state_dict())
+    assert same_target(identify(target), identify(tiny_target("llama")))
+    assert identify(target)["weights"] == identify(other)["weights"] and not same_target(
+        identify(target), identify(other)
+    )
+    older = {name: value for name, value in identify(target).items() if name != "buffers"}
+    assert same_target(older, identify(target))
 
 
 def test_a_server_that_answers_no_json_is_named():

@@ -151,12 +151,15 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
     with torch.no_grad():
         for parameter in changed.parameters():
             parameter += (
-                0.05 * parameter.std() * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+                0.2 * parameter.std() * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
             )
     for model, name in ((target, "target"), (changed, "changed")):
         model.save_pretrained(tmp_path / name)
         tiny_tokenizer(90).save_pretrained(tmp_path / name)
-    prompts = write_prompts(tmp_path / "prompts.jsonl", 24)
+    # Four texts, six times each, so that held-out prompts can be learned from others.
+    rows = [row | {"id": f"{row['id']}-{copy}"} for copy in range(6) for row in prompts_of(4)]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     done = dflash_hub(
         "regenerate", "--target", "target", "--prompts", prompts, "--output", "answers", "--max-new-tokens", 20, cwd=tmp_path
@@ -211,7 +214,9 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
     source = tmp_path / ("aligned/run/drafter" if better else "run/drafter")
     assert "24 answers" in done.stdout and "dflash-hub train" not in done.stdout
     assert kept.fc.weight.equal(DFlashDraftModel.from_pretrained(source).fc.weight)
-    assert report["kept"] == ("new" if better else "old")
+    assert report["kept"] == "new" and better
+    after, before = report["after"]["replayed_acceptance_length"], report["before"]["replayed_acceptance_length"]
+    assert after > before + 0.3, "what the change cost is learned again"
     assert "| tau, real generation |" in (tmp_path / "aligned" / "report.md").read_text()
 
 
@@ -229,6 +234,10 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
         (["--answers", "a.jsonl", "--pack-length", "5"], "longer than --pack-length 5"),
         (["--answers", "a.jsonl", "--yarn", "2"], "--yarn stretches the RoPE of a trained drafter"),
         (["--answers", "a.jsonl", "--attention", "foo"], "--attention 'foo' is none of sdpa, eager, flex_attention"),
+        (["--answers", "a.jsonl", "--attention", "flex_attention"], "flex_attention needs a GPU"),
+        (["--answers", "large.jsonl"], "holds token 999, this target has"),
+        (["--answers", "later.jsonl", "--held-out", "2"], "2 held-out prompts of 0 leave nothing"),
+        (["--answers", "bare.jsonl", "--prompts", "p.jsonl", "--prompts", "q.jsonl"], "another prompt with the id 'a'"),
         (["--answers", "a.jsonl", "--dtype", "ones"], "--dtype 'ones' is none of float32, bfloat16, float16"),
         (["--answers", "a.jsonl", "--epochs", "0"], "--epochs 0 trains nothing"),
         (["--answers", "a.jsonl", "--learning-rate", "-1"], "Invalid value for '--learning-rate'"),
@@ -250,6 +259,12 @@ def test_bad_options_are_named(tmp_path, monkeypatch, arguments, sentence):
     tiny_tokenizer(90).save_pretrained(tmp_path / "target")
     row = {"id": "a", "turn": 0, "prompt_ids": [4, 5], "answer_ids": [6, 7, 8, 9]}
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row | {"id": str(i)}) + "\n" for i in range(40)))
+    for name, change in (("large", {"answer_ids": [6, 999]}), ("later", {"turn": 1})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row | change) + "\n")
+    (tmp_path / "bare.jsonl").write_text('{"id": "a", "answer_ids": [6, 7]}\n')
+    for name in "pq":
+        prompt = {"id": "a", "messages": [{"role": "user", "content": f"w1 {name}"}]}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(prompt) + "\n")
     (tmp_path / "f").mkdir()
     index = {
         "identity": {"class": "Other", "dtype": "float32", "weights": "0"},
@@ -380,6 +395,109 @@ def test_regenerate_without_an_answer_is_a_failure(tiny_pair):
     assert "6 prompts have no answer; why is in x/failures.jsonl" in result.output
 
 
+def scripted(monkeypatch, scores: list[float], stop_at: int | None = None) -> list[float]:
+    """Evaluations give these scores in turn; the one with number `stop_at` is an interruption. Returns those given."""
+    from dflash_hub.training import train as module
+    from dflash_hub.training import trainer
+
+    given = []
+
+    def evaluate(*args):
+        if len(given) == stop_at:
+            raise KeyboardInterrupt
+        given.append(scores[len(given)])
+        return {"acceptance_length": given[-1], "replayed_acceptance_length": given[-1]}
+
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    monkeypatch.setattr(module, "evaluate", lambda *args: {"acceptance_length": 1.0, "replayed_acceptance_length": 1.0})
+    return given
+
+
+def test_an_interrupted_run_that_stops_early_goes_on_as_it_would_have(tiny_pair, monkeypatch):
+    """What was the best, and how long ago, is known again; the checkpoint that it goes on from is not judged a second time."""
+    run = [
+        *TINY_RUN,
+        "--drafter",
+        "drafter",
+        "--max-steps",
+        6,
+        "--evaluations",
+        6,
+        "--patience",
+        2,
+        "--argument",
+        "eval_on_start=true",
+    ]
+    scores = [1.0, 1.2, 1.1, 1.3, 1.4, 1.2, 1.1]  # at step 0 to 6
+    scripted(monkeypatch, scores)
+    assert invoke("train", *run, "--output", "whole").exit_code == 0
+    scripted(monkeypatch, scores, stop_at=3)
+    assert invoke("train", *run, "--output", "part").exit_code != 0
+    assert (
+        scripted(monkeypatch, scores[3:]) == [] and invoke("train", *run, "--output", "part", "--resume").exit_code == 0
+    )
+    states, weights = [], []
+    for name in ("whole", "part"):
+        record = json.loads((tiny_pair / name / "drafter" / "training_record.json").read_text())["result"]
+        states.append((record["steps"], record["best_step"], record["weights_sha256"]))
+        weights.append(DFlashDraftModel.from_pretrained(tiny_pair / name / "drafter").fc.weight)
+    assert states[0] == states[1] and states[0][:2] == (6, 4) and weights[0].equal(weights[1])
+
+
+def test_align_keeps_the_drafters_mode_and_names_the_target_it_follows(tiny_pair, monkeypatch):
+
+    drafter = tiny_drafter(
+        num_target_layers=8, mask_token_id=95, target_thinking=False, target_name_or_path="old", target_revision="main"
+    )
+    drafter.save_pretrained("drafter")
+    small = [
+        "--held-out",
+        2,
+        "--max-steps",
+        1,
+        "--max-new-tokens",
+        6,
+        "--eval-prompts",
+        1,
+        "--evaluations",
+        1,
+        "--num-anchors",
+        4,
+    ]
+    scripted(monkeypatch, [1.0, 1.1, 1.0, 1.0])
+    done = invoke(
+        "align",
+        "--target",
+        "target",
+        "--drafter",
+        "drafter",
+        "--prompts",
+        "prompts.jsonl",
+        "--output",
+        "aligned",
+        *small,
+    )
+    assert done.exit_code == 0, done.exception
+    assert json.loads((tiny_pair / "aligned" / "answers" / "settings.json").read_text())["thinking"] is False
+    kept = DFlashDraftModel.from_pretrained("aligned/drafter").config
+    assert (kept.target_thinking, kept.target_name_or_path, kept.target_revision) == (False, "target", None)
+    assert "base_model: target" in (tiny_pair / "aligned" / "drafter" / "README.md").read_text()
+
+    result = invoke("train", *TINY_RUN, "--drafter", "drafter", "--output", "warm")
+    assert "drafter was trained with --no-thinking; state the mode of these answers" in str(result.exception)
+    assert invoke("train", *TINY_RUN, "--drafter", "drafter", "--output", "warm", "--thinking").exit_code == 0
+    warm = DFlashDraftModel.from_pretrained("warm/drafter").config
+    assert warm.target_thinking is True and warm.target_name_or_path == "old"  # a folder may be a copy of it
+
+    changed = save_target(tiny_pair / "changed")
+    with torch.no_grad():
+        changed.model.layers[0].mlp.up_proj.weight.mul_(1.1)
+    changed.save_pretrained("changed")
+    run = ["--target", "changed", "--drafter", "warm/drafter", "--thinking", "--output", "second"]
+    assert invoke("train", *run, *TINY_RUN[2:]).exit_code == 0
+    assert DFlashDraftModel.from_pretrained("second/drafter").config.target_name_or_path == "changed"
+
+
 class Answering(Exception):
     """Options were found good, and the target would answer now."""
 
@@ -432,7 +550,7 @@ def test_align_reads_the_prompts_of_a_rehearsal_as_its_own(tiny_pair, align_to_t
     fake = types.SimpleNamespace(load_dataset=lambda name, split: loaded)
     monkeypatch.setitem(sys.modules, "datasets", fake)
     monkeypatch.setattr(prompts, "DEMO_PROMPTS", tiny_pair / "prompts.jsonl")
-    rows = [{"id": "p-1", "answer_ids": [5, 6]}, {"id": "org/set:2", "answer_ids": [5, 6]}]
+    rows = [{"id": "p-1", "answer_ids": [5, 6]}, {"id": "org/set:question:2", "answer_ids": [5, 6]}]
     (tiny_pair / "bare.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = invoke(
         "align", "--target", "target", "--output", "aligned", "--held-out", 2, "--drafter", "drafter", "--rehearsal", "bare.jsonl",
@@ -517,9 +635,9 @@ def test_a_config_file_with_an_unknown_option_is_refused(tmp_path):
     assert done.returncode != 0 and "states ['learning_rat']; options are" in done.stderr
 
 
-def test_pitfall_80_answers_of_another_thinking_mode_or_template_are_refused(tmp_path):
+def test_pitfall_80_answers_of_another_thinking_mode_or_template_are_refused(tmp_path, capsys):
     from dflash_hub.training.options import TrainOptions
-    from dflash_hub.training.train import load_rows
+    from dflash_hub.training.train import check_answerer, load_rows
 
     tokenizer = tiny_tokenizer(90)
     row = {"id": "a", "turn": 0, "prompt_ids": [4, 5], "answer_ids": [6, 7, 8, 9]}
@@ -546,6 +664,18 @@ def test_pitfall_80_answers_of_another_thinking_mode_or_template_are_refused(tmp
     other = {"identity": identify(tiny_target("llama", seed=4))}
     (tmp_path / "settings.json").write_text(json.dumps(settings | other))
     with pytest.raises(ValueError, match="answered by a target with other weights"):
+        load()
+    with pytest.raises(ValueError, match="answered by a target with other weights"):
+        check_answerer(tmp_path, {"identity": other["identity"] | {"class": "Other", "dtype": "bfloat16"}}, identity)
+    capsys.readouterr()
+    for made, said in ((None, "through a server"), (other["identity"] | {"dtype": "bfloat16"}, "in bfloat16")):
+        (tmp_path / "settings.json").write_text(json.dumps(settings | {"identity": made, "target": "it"}))
+        load()
+        assert f"was answered {said} by 'it'" in capsys.readouterr().err
+    identity = None  # as for --rehearsal: another target's words, in the same mode
+    load()
+    options.thinking = True
+    with pytest.raises(ValueError, match="was made with thinking None"):
         load()
     (tmp_path / "settings.json").write_text('{"thinking": null}')
     with pytest.raises(ValueError, match="settings.json lacks template, identity, generation"):
@@ -604,7 +734,7 @@ def test_replayed_acceptance_of_a_set(tmp_path):
     (tmp_path / "set").mkdir()
     rows = "".join(json.dumps(row) + "\n" for row in answers_of(model, 3))
     (tmp_path / "set" / "answers.jsonl").write_text(rows)
-    (tmp_path / "set" / "settings.json").write_text('{"generation": {"do_sample": false}}')
+    (tmp_path / "set" / "settings.json").write_text('{"generation": {"do_sample": false}, "identity": null}')
     command = [
         sys.executable,
         "-m",

@@ -739,13 +739,15 @@ def test_pitfall_87_evaluation_during_training_is_real_generation(tmp_path, targ
 
 def test_short_training_fine_tuned_on_long_texts_accepts_at_long_prompts(tmp_path, target, answers):
     """YaRN and sliding layers on a drafter that was trained on texts of 30 tokens; measured at 150, before and after."""
-    drafter = half_trained(target, answers)
-    drafter.config.max_position_embeddings = 32
-    drafter.save_pretrained(tmp_path / "short")
+    half_trained(target, answers).save_pretrained(tmp_path / "short")
     rows = answers_of(target, 6, prompt=150, answer=20)
     prompts = [row["prompt_ids"] for row in rows]
-    changes = long_context(drafter.config, window=40, yarn=8.0)
-    longer = DFlashDraftModel.from_pretrained(tmp_path / "short", dtype=torch.float32, **changes)
+    options = TrainOptions("tiny", [], "", drafter=str(tmp_path / "short"), window=40, yarn=8.0)
+    with pytest.raises(ValueError, match="does not record at what length it was trained"):
+        warm_drafter(options)
+    (tmp_path / "short" / "training_record.json").write_text('{"recipe": {"max_length": 32}}')
+    longer = warm_drafter(options)
+    assert longer.config.rope_parameters["original_max_position_embeddings"] == 32
     assert longer.config.rope_parameters["rope_type"] == "yarn" and longer.config.max_position_embeddings == 256
     assert longer.config.layer_types == [SLIDING, FULL] and longer.config.block_causal == [False, False]
     before = evaluation.generate(target, longer.eval(), prompts, 20).tau

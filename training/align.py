@@ -14,7 +14,7 @@ from ..benchmark.bench import complete_lines
 from ..convert.card import RECORD, write_card
 from ..convert.folders import new_folder
 from ..convert.importing import write_drafter
-from ..convert.init import read_target_config, target_skeleton
+from ..convert.init import read_target_config, recorded_name, target_skeleton
 from ..convert.reading import read_drafter
 from ..hub_dflash import write_text
 from ..target_dflash import check_pair
@@ -25,8 +25,10 @@ from .options import TrainOptions, resolved
 from .train import check_environment, load_rows, train, training_arguments, warm_drafter
 
 
-def check_alignment(options: TrainOptions, prompts: list[dict]):
-    """All that can be wrong and be seen before the target answers anything, which may take hours.
+def check_alignment(options: TrainOptions, prompts: list[dict]) -> TrainOptions:
+    """Options with the thinking mode of the drafter, where none is stated.
+
+    All that can be wrong is seen here, before the target answers anything, which may take hours.
 
     Args:
         options: as for `align`; the files in `answers` need not exist.
@@ -40,8 +42,12 @@ def check_alignment(options: TrainOptions, prompts: list[dict]):
     BlockLoss(options.loss, None)
     split_held_out(prompts, options.held_out, options.seed)
     training_arguments(options, len(prompts) - options.held_out, Path(options.output) / "run")
-    check_pair(warm_drafter(options), target_skeleton(read_target_config(options.target)))
+    drafter = warm_drafter(options)
+    check_pair(drafter, target_skeleton(read_target_config(options.target)))
+    if options.thinking is None:
+        options = dataclasses.replace(options, thinking=drafter.config.target_thinking)
     load_rows(options.rehearsal, options, AutoTokenizer.from_pretrained(options.target))
+    return options
 
 
 def align(options: TrainOptions, output: Path, command: str) -> str:
@@ -62,11 +68,17 @@ def align(options: TrainOptions, output: Path, command: str) -> str:
     source = str(run / "drafter") if better else options.drafter
     with new_folder(output / "drafter", force=(output / "drafter").exists()) as folder:
         found = read_drafter(source, options.target)
+        # The target is another one now, whatever name the drafter had for it.
+        found.config.target_name_or_path, found.config.target_revision = recorded_name(options.target), None
+        found.config.target_thinking = options.thinking
         write_drafter(folder, found.config, found.match.drafter)
         if record := read_record(source):
+            if better:
+                record["data"]["target"] = recorded_name(options.target)
             write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
         write_card(folder)
-    report = write_report(before, after, better, options, command)
+    trained = ((read_record(options.drafter) or {}).get("result") or {}).get("evaluation") or {}
+    report = write_report(trained, before, after, better, options, command)
     write_text(output / "report.md", report)
     write_text(
         output / "report.json",
@@ -83,7 +95,8 @@ def first_evaluation(log: Path) -> dict:
     raise ValueError(f"{log} holds no evaluation before the first step; delete the run and start again.")
 
 
-def write_report(before: dict, after: dict, better: bool, options: TrainOptions, command: str) -> str:
+def write_report(trained: dict, before: dict, after: dict, better: bool, options: TrainOptions, command: str) -> str:
+    """`trained` is the evaluation at the end of the old drafter's training, with its old target on prompts of its own."""
     names = {
         "acceptance_length": "tau, real generation",
         "replayed_acceptance_length": "tau, replayed over all held-out answers",
@@ -92,9 +105,11 @@ def write_report(before: dict, after: dict, better: bool, options: TrainOptions,
     names |= {
         name: f"slots 1 to {name.rsplit('_', 1)[1]} accepted" for name in before if name.startswith("acceptance_slot_")
     }
-    lines = ["| on held-out prompts | before | after |", "|---|---|---|"]
+    lines = ["| on held-out prompts | with the old target, when trained | before | after |", "|---|---|---|---|"]
     lines += [
-        f"| {text} | {before[n]:.3f} | {after[n]:.3f} |" for n, text in names.items() if n in before and n in after
+        f"| {text} | {format(trained[n], '.3f') if n in trained else '-'} | {before[n]:.3f} | {after[n]:.3f} |"
+        for n, text in names.items()
+        if n in before and n in after
     ]
     kept = (
         "The new drafter is in `drafter/`."

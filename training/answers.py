@@ -19,12 +19,13 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..benchmark.bench import repeated
+from ..benchmark.prompts import json_lines
 from ..benchmark.rows import cut_at_end, left_padded, pad_token
 from ..benchmark.server import Server
 from ..convert.checkpoint import read_json
 from ..demo.pair import end_tokens
 from ..hub_dflash import write_text
-from .identity import template_fingerprint
+from .identity import same_target, template_fingerprint
 
 
 class LocalTarget:
@@ -70,12 +71,17 @@ class RemoteTarget:
             "model": self.server.model, "prompt": prompt_ids, "seed": seed, "return_token_ids": True, **self.settings
         }  # fmt: skip
         try:
-            choice = self.server.request("/v1/completions", body)["choices"][0]
+            answer = self.server.request("/v1/completions", body)
+            choice = answer["choices"][0]
             if choice.get("token_ids"):
-                return choice["token_ids"]
+                return [int(token) for token in choice["token_ids"]]
             text = choice["text"]
-        except (ValueError, KeyError, IndexError, OSError, HTTPException) as error:
+            if not isinstance(text, str):
+                raise TypeError
+        except (ValueError, OSError, HTTPException) as error:
             return error
+        except (KeyError, IndexError, TypeError, AttributeError):
+            return ValueError(f"the server answered {str(answer)[:200]}, without a choice that has a text")
         self.retokenized += 1
         ids = self.tokenizer(text, add_special_tokens=False).input_ids
         end = self.tokenizer.eos_token_id
@@ -108,7 +114,9 @@ def regenerate(
         raise ValueError(f"several prompts have the id {again[0]!r}, so their answers could not be told apart.")
     _open_folder(output, settings)
     drop_cut_line(output / "answers.jsonl")
-    answers = {(row["id"], row["turn"]): row["answer_ids"] for row in read_answers(output / "answers.jsonl")}
+    kept = read_answers(output / "answers.jsonl")
+    answers = {(row["id"], row["turn"]): row["answer_ids"] for row in kept}
+    answered = {(row["id"], row["turn"]): row["prompt_ids"] for row in kept}
     failures = []
     rows = list(prompts)
     random.Random(seed).shuffle(rows)  # so that an interrupted run holds a fair sample
@@ -123,7 +131,14 @@ def regenerate(
             due = []
             for row in rows:
                 key, earlier = (row["id"], turn), [(row["id"], t) for t in range(turn)]
-                if turn >= len(row["messages"]) or key in answers:
+                if turn >= len(row["messages"]):
+                    continue
+                if key in answers:
+                    if turn == 0 and answered[key] != encode(tokenizer, row["messages"], [], thinking):
+                        raise ValueError(
+                            f"{output} holds an answer to another prompt with the id {row['id']!r}; pass another --output, or "
+                            "give the prompts ids of their own."
+                        )
                     continue
                 if not all(k in answers for k in earlier):
                     failures.append({"id": row["id"], "turn": turn, "reason": "an earlier turn has no answer"})
@@ -194,7 +209,7 @@ def read_answers(path: Path, prompts: dict[str, list[dict]] | None = None, token
     """
     if not path.exists():
         return []
-    rows, lines = [], path.read_text(encoding="utf-8").splitlines(keepends=True)
+    rows, lines = [], json_lines(path)
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
@@ -202,8 +217,9 @@ def read_answers(path: Path, prompts: dict[str, list[dict]] | None = None, token
             if number == len(lines):  # an interruption, or somebody who writes just now
                 break
             row = None
-        if not isinstance(row, dict) or "id" not in row or not row.get("answer_ids"):
+        if not isinstance(row, dict) or "id" not in row or not is_ids(row.get("answer_ids")):
             raise ValueError(f"{path}, line {number}: expected a row with `id` and `answer_ids`, got {line[:80]!r}.")
+        row["id"] = str(row["id"])
         row.setdefault("turn", 0)
         if "prompt_ids" not in row:
             if prompts is None or row["id"] not in prompts or row["turn"]:
@@ -212,8 +228,16 @@ def read_answers(path: Path, prompts: dict[str, list[dict]] | None = None, token
                     "pass the file that it came from."
                 )
             row["prompt_ids"] = encode(tokenizer, prompts[row["id"]], [], thinking)
+        elif not is_ids(row["prompt_ids"]):
+            raise ValueError(
+                f"{path}, line {number}: `prompt_ids` must be token ids, got {str(row['prompt_ids'])[:80]!r}."
+            )
         rows.append(row)
     return rows
+
+
+def is_ids(value) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(type(token) is int and token >= 0 for token in value)
 
 
 def drop_cut_line(path: Path):
@@ -241,6 +265,8 @@ def _open_folder(output: Path, settings: dict):
     if path.exists():
         before = read_json(path)
         changed = [name for name in settings if before.get(name) != settings[name]]
+        if before.get("identity") and settings["identity"] and same_target(before["identity"], settings["identity"]):
+            changed = [name for name in changed if name != "identity"]  # loaded from another path
         if changed:
             raise ValueError(
                 f"{output} holds answers made with other {', '.join(changed)}: found {[before.get(n) for n in changed]}, now "

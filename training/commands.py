@@ -181,6 +181,9 @@ def train(
     from_target_layers: Annotated[bool, Option(help="Start from the target's last layers.")] = False,
     window: Annotated[int | None, Option(min=2, help="Let all layers but the last slide.")] = None,
     yarn: Annotated[float | None, Option(min=1.0, help="Stretch the RoPE of --drafter by this factor.")] = None,
+    trained_length: Annotated[
+        int | None, Option(min=2, help="Length that --yarn stretches from. Default: as the drafter's record says.")
+    ] = None,
     loss: Annotated[str, Option(help="ce, dpace, kl or tv.")] = DEFAULT["loss"],
     gamma: Annotated[
         float | None, Option(min=0.0, help="Decay of slot weights; 0: uniform. Default: the paper's.")
@@ -331,12 +334,11 @@ def align(
     values = {name: value for name, value in locals().items() if name in DEFAULT}
     values |= {"answers": [str(output / "answers")], "output": str(output), "rehearsal": rehearsal or []}
     values["prompts"] = [prompt_source(name) for name in prompts] if rehearsal else []
-    options = TrainOptions(**values)
     rows = chosen_prompts(prompts, column, count, seed)
-    check_alignment(options, rows)
+    options = check_alignment(TrainOptions(**values), rows)
     answer_prompts(
         rows, output / "answers", target, max_new_tokens=max_new_tokens, max_prompt_tokens=2048,
-        sampling={"do_sample": False}, thinking=thinking, batch_size=64, dtype=dtype, seed=seed,
+        sampling={"do_sample": False}, thinking=options.thinking, batch_size=64, dtype=dtype, seed=seed,
     )  # fmt: skip
     typer.echo(run(options, output, typed_command()))
     typer.echo(

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 
 import torch
 from transformers import PreTrainedModel
@@ -10,29 +11,38 @@ SAMPLES = 64  # elements of a tensor that go into the fingerprint
 
 
 def identify(target: PreTrainedModel) -> dict:
-    """Name, class, dtype and a fingerprint of the weights.
+    """Name, class, dtype, and fingerprints of weights and buffers.
 
-    The fingerprint reads some elements of every parameter, not all: a fine-tuned or requantised target differs in it, and
-    it takes seconds at most.
+    They read some elements of every tensor, not all: a fine-tuned or requantised target differs in them, and they take
+    seconds at most. Buffers hold the frequencies of RoPE, and what some quantised layers have for weights.
     """
-    digest = hashlib.sha256()
-    for name, parameter in sorted(target.named_parameters()):
-        flat = parameter.detach().flatten()
-        count = min(SAMPLES, flat.numel())
-        picked = flat[torch.arange(count, device=flat.device) * flat.numel() // count]  # integers: exact for any size
-        digest.update(name.encode())
-        digest.update(picked.float().cpu().numpy().tobytes())
     return {
         "name": target.config.name_or_path,
         "class": type(target).__name__,
         "dtype": str(target.dtype).removeprefix("torch."),
-        "weights": digest.hexdigest()[:16],
+        "weights": _fingerprint(target.named_parameters()),
+        # Rounded: frequencies are computed anew by each version and device.
+        "buffers": _fingerprint((name, buffer.to(torch.bfloat16)) for name, buffer in target.named_buffers()),
     }
 
 
+def _fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
+        flat = tensor.detach().flatten()
+        count = min(SAMPLES, flat.numel())
+        picked = flat[
+            torch.arange(count, device=flat.device) * flat.numel() // max(count, 1)
+        ]  # integers: exact for any size
+        digest.update(name.encode())
+        digest.update(picked.float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 def same_target(one: dict, other: dict) -> bool:
-    """Whether two records are of one target in one dtype, whatever path it was loaded from."""
-    return all(one[name] == other[name] for name in ("class", "dtype", "weights"))
+    """Whether two records are of one target in one dtype, whatever path it was loaded from. Older ones have no `buffers`."""
+    names = ("class", "dtype", "weights") + (("buffers",) if "buffers" in one and "buffers" in other else ())
+    return all(one[name] == other[name] for name in names)
 
 
 def template_fingerprint(tokenizer) -> str:

@@ -20,7 +20,8 @@ from ..modeling_dflash import DFlashDraftModel
 from .answers import read_answers
 from .commands import typed_command
 from .evaluation import replay
-from .train import load_target
+from .identity import identify
+from .train import check_answerer, load_target
 
 
 def main(
@@ -31,10 +32,12 @@ def main(
 ):
     """Print the table."""
     loaded, _ = load_target(target or smollm2()[0], dtype)
+    identity = identify(loaded)
     model = DFlashDraftModel.from_pretrained(drafter, dtype=loaded.dtype).to(loaded.device).eval()
     lines, taus = [], []
     for folder in answers:
-        settings = read_json(folder / "settings.json", "generation")
+        settings = read_json(folder / "settings.json", "generation", "identity")
+        check_answerer(folder, settings, identity)
         if settings["generation"].get("do_sample", True):
             raise ValueError(f"the answers in {folder} were sampled; rounds can be replayed on greedy ones only.")
         rows = [row for row in read_answers(folder / "answers.jsonl") if len(row["answer_ids"]) > 1]

@@ -25,6 +25,7 @@ class TrainOptions:
     from_target_layers: bool = False
     window: int | None = None  # all layers but the last slide
     yarn: float | None = None  # warm start: stretch RoPE by this factor
+    trained_length: int | None = None  # from this length; None: as its record says
     loss: str = "dpace"
     gamma: float | None = None  # None: the paper's for this block; 0: uniform weights
     num_anchors: int = 512

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import random
+import sys
 import typing
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,13 +36,14 @@ from ..configuration_dflash import FULL, SLIDING, DFlashConfig
 from ..convert.card import RECORD, write_card
 from ..convert.checkpoint import in_a_line, read_json
 from ..convert.folders import new_folder
-from ..convert.init import init_drafter
+from ..convert.init import init_drafter, recorded_name
 from ..convert.reading import check_borrowed, read_drafter
 from ..demo.pair import dtype_of
 from ..hub_dflash import write_text
 from ..modeling_dflash import DFlashDraftModel
-from ..target_dflash import check_pair
+from ..target_dflash import check_pair, embedding_rows
 from .answers import read_answers
+from .check import read_record
 from .data import Collator, PackedRows, document_key, split_held_out, usable_rows
 from .features import FeatureCache, check_teacher, checksum, feature_layers, tapped_features
 from .identity import identify, same_target, template_fingerprint
@@ -63,17 +65,24 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
     target, tokenizer = load_target(options.target, options.dtype)
     identity = identify(target)
     rows, files, greedy = load_rows(options.answers, options, tokenizer, identity)
+    check_ids(rows, embedding_rows(target))
     rows, dropped = usable_rows(rows, options.max_length)
     training, held_out = split_held_out(rows, options.held_out, options.seed)
     if options.rehearsal:
         old, old_files, _ = load_rows(options.rehearsal, options, tokenizer)
+        check_ids(old, embedding_rows(target))
         old, _ = usable_rows([row for row in old if row["id"] not in {r["id"] for r in held_out}], options.max_length)
         random.Random(options.seed).shuffle(old)
         training, files = training + old[: round(options.rehearsal_share * len(training))], files + old_files
 
     attention = options.attention or ("flex_attention" if torch.cuda.is_available() else "sdpa")
+    if attention == "flex_attention" and not torch.cuda.is_available():
+        raise ValueError(
+            "--attention flex_attention needs a GPU, its backward pass does not run on a CPU; leave it out."
+        )
     if options.drafter is not None:
         drafter = warm_drafter(options)
+        check_thinking(drafter.config, options)
         check_pair(drafter, target)
         config = drafter.config
     else:
@@ -87,6 +96,8 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
     dataset = PackedRows(training, options.pack_length, options.seed)
     fixed = attention == "flex_attention"
     arguments = training_arguments(options, len(dataset), output, fixed)
+    if greedy and options.eval_prompts and "metric_for_best_model" not in options.arguments:
+        arguments.metric_for_best_model = "replayed_acceptance_length"  # the same rounds as real ones, on more prompts
     reduced_head = None
     if options.vocabulary == "answers":
         used = torch.tensor(sorted({token for row in training for token in row["answer_ids"]}), device=target.device)
@@ -116,6 +127,8 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
         print(describe(training, held_out, dropped, dataset, drafter, reduced_head), flush=True)
         show_sample(training[0], tokenizer)
     checkpoint = last_checkpoint(output) if resume else None
+    if checkpoint is not None:
+        arguments.eval_on_start = False  # to early stopping it would be an evaluation without a better one
     trainer.train(resume_from_checkpoint=checkpoint)
 
     trainer.accelerator.wait_for_everyone()
@@ -129,9 +142,8 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
         rounded = drafter.to(target.dtype)  # what is served: bfloat16 weights, run in the target's dtype
         figures = evaluate(target, rounded, trainer.eval_rows, held_out if greedy else [], options.eval_new_tokens)
         drafter = rounded.to(torch.bfloat16)
-        drafter.config.target_name_or_path = drafter.config.target_name_or_path or options.target
-        if options.thinking is not None:
-            drafter.config.target_thinking = options.thinking
+        name_target(drafter.config, options, identity)
+        drafter.config.target_thinking = options.thinking
         record = {
             "command": command,
             "data": {
@@ -183,18 +195,55 @@ def load_target(name: str, dtype: str):
     return target.requires_grad_(False).eval(), AutoTokenizer.from_pretrained(name)
 
 
+def check_ids(rows: list[dict], vocab_rows: int):
+    """ValueError where a row holds a token that the target cannot embed: it was written by another tokenizer."""
+    for row in rows:
+        if (largest := max(*row["prompt_ids"], *row["answer_ids"])) >= vocab_rows:
+            raise ValueError(
+                f"the answer to {row['id']!r} holds token {largest}, this target has {vocab_rows}: it is another target's answer."
+            )
+
+
+def check_thinking(config: DFlashConfig, options: TrainOptions):
+    """ValueError where a drafter was made for one mode of thinking, and none is stated for the answers it is to learn."""
+    if options.thinking is None and config.target_thinking is not None:
+        mode = "--thinking" if config.target_thinking else "--no-thinking"
+        raise ValueError(
+            f"{options.drafter} was trained with {mode}; state the mode of these answers, --thinking or --no-thinking."
+        )
+
+
+def name_target(config: DFlashConfig, options: TrainOptions, identity: dict):
+    """Record the target. A local copy keeps the name that a warm start has for it, unless it is seen to be another."""
+    before, name = config.target_name_or_path, recorded_name(options.target)
+    record = read_record(options.drafter) if options.drafter is not None else None
+    known = ((record or {}).get("data") or {}).get("identity")
+    changed = known is not None and known["dtype"] == identity["dtype"] and not same_target(known, identity)
+    if before is None or changed or not Path(options.target).is_dir():
+        config.target_name_or_path = name
+    if config.target_name_or_path != before:
+        config.target_revision = None
+
+
 def load_rows(
     sources: list[str], options: TrainOptions, tokenizer, identity: dict | None = None
 ) -> tuple[list[dict], list[dict], bool]:
     """(rows, files, greedy): the answers, what they were read from, and whether they are known to be greedy ones.
 
     Args:
-        identity: of the target, to refuse answers of another; None takes any.
+        identity: of the target, to refuse answers of another; None takes those of any with the same template and mode.
 
     Raises:
-        ValueError: answers made with another chat template or thinking mode, or by another target; or two answers to one turn.
+        ValueError: answers made with another chat template or thinking mode, or by another target; two answers to one turn;
+            or two prompts of one id.
     """
-    prompts = {row["id"]: row["messages"] for source in options.prompts for row in read_prompts(source, options.column)}
+    prompts = {}
+    for source in options.prompts:
+        for row in read_prompts(source, options.column):
+            if prompts.setdefault(row["id"], row["messages"]) != row["messages"]:
+                raise ValueError(
+                    f"--prompts {source}: another prompt with the id {row['id']!r} was read before; make the ids unique."
+                )
     rows, files, greedy = {}, [], []
     for source in map(Path, sources):
         path = source / "answers.jsonl" if source.is_dir() else source
@@ -204,19 +253,15 @@ def load_rows(
         fields = ("template", "thinking", "identity", "generation")
         settings = read_json(settings_path, *fields) if settings_path.is_file() else None
         greedy.append(settings is not None and not settings["generation"].get("do_sample", True))
-        if settings is not None and identity is not None:
+        if settings is not None:
             for name, here in (("template", template_fingerprint(tokenizer)), ("thinking", options.thinking)):
                 if settings[name] != here:
                     raise ValueError(
                         f"{path} was made with {name} {settings[name]!r}, the target here has {here!r}. A drafter trained on "
                         "another one accepts little: pass the same, or make the answers again."
                     )
-            made = settings["identity"]
-            if made and made["dtype"] == identity["dtype"] and not same_target(made, identity):
-                raise ValueError(
-                    f"{path} was answered by a target with other weights ({made['weights']}, here {identity['weights']}). A "
-                    "drafter learns its target's own words: make the answers again, or pass these as --rehearsal."
-                )
+            if identity is not None:
+                check_answerer(path, settings, identity)
         found = read_answers(path, prompts or None, tokenizer, options.thinking)
         tokens = sum(len(row["answer_ids"]) for row in found)
         files.append({"name": path.name, "rows": len(found), "answer_tokens": tokens, "sha256": checksum(path)})
@@ -225,6 +270,25 @@ def load_rows(
             if first["prompt_ids"] != row["prompt_ids"]:
                 raise ValueError(f"{path}: two different prompts have the id {row['id']!r}; make the ids unique.")
     return list(rows.values()), files, all(greedy) if options.greedy is None else options.greedy
+
+
+def check_answerer(path: Path, settings: dict, identity: dict):
+    """ValueError where answers are seen to be another target's; a warning where that cannot be seen."""
+    made = settings["identity"]
+    if made and (made["class"] != identity["class"] or made["dtype"] == identity["dtype"]):
+        if not same_target(made, identity):
+            raise ValueError(
+                f"{path} was answered by a target with other weights ({made['class']} {made['weights']}, here {identity['class']} "
+                f"{identity['weights']}). A drafter learns its target's own words: make the answers again, or pass these as "
+                "--rehearsal."
+            )
+    else:
+        by = f"in {made['dtype']}" if made else "through a server"
+        print(
+            f"{path} was answered {by} by {settings.get('target')!r}: that these are the words of {identity['name']!r} cannot be "
+            "seen from here.",
+            file=sys.stderr,
+        )
 
 
 def check_environment():
@@ -261,16 +325,24 @@ def warm_drafter(options: TrainOptions) -> DFlashDraftModel:
     found = read_drafter(options.drafter, options.target)
     if found.match.borrowed:
         check_borrowed(found, options.target)
-    config = DFlashConfig.from_dict(
-        found.config.to_dict(), **long_context(found.config, options.window, options.yarn), dtype=torch.float32
-    )
+    trained_length = options.trained_length
+    if options.yarn is not None and trained_length is None:
+        trained_length = ((read_record(options.drafter) or {}).get("recipe") or {}).get("max_length")
+        if trained_length is None:
+            raise ValueError(
+                f"{options.drafter} does not record at what length it was trained, from where --yarn stretches; pass --trained-length."
+            )
+    changes = long_context(found.config, options.window, options.yarn, trained_length)
+    config = DFlashConfig.from_dict(found.config.to_dict(), **changes, dtype=torch.float32)
     config.name_or_path = options.drafter
     drafter = DFlashDraftModel(config)
     drafter.load_state_dict({name: tensor.whole() for name, tensor in found.match.drafter.items()})
     return drafter
 
 
-def long_context(config: DFlashConfig, window: int | None, yarn: float | None) -> dict:
+def long_context(
+    config: DFlashConfig, window: int | None, yarn: float | None, trained_length: int | None = None
+) -> dict:
     """Changes of a drafter's config for texts longer than it was trained on (paper, appendix on long contexts).
 
     YaRN leaves the frequencies of near tokens alone and stretches those of far ones; a window lets a layer see near tokens
@@ -282,9 +354,9 @@ def long_context(config: DFlashConfig, window: int | None, yarn: float | None) -
             raise ValueError(f"--yarn needs a drafter with default RoPE, this one has {config.rope_parameters}.")
         changes["rope_parameters"] = {
             "rope_type": "yarn", "rope_theta": config.rope_parameters["rope_theta"], "factor": yarn,
-            "original_max_position_embeddings": config.max_position_embeddings,
+            "original_max_position_embeddings": trained_length,  # what `init` copies from the target is longer than that
         }  # fmt: skip
-        changes["max_position_embeddings"] = round(yarn * config.max_position_embeddings)
+        changes["max_position_embeddings"] = round(yarn * trained_length)
     if window is not None:
         changes["layer_types"] = [SLIDING] * (config.num_hidden_layers - 1) + [FULL]
         changes["sliding_window"] = window
