@@ -192,12 +192,10 @@ class _Static(_Croppable):
         return self.layer.max_cache_len - int(self.layer.get_seq_length())
 
     def commit(self, fed: int, added: int):
-        if hasattr(self.layer, "crop"):
-            StaticLayer.crop(self.layer, added - fed) if type(self.layer) is StaticLayer else self.layer.crop(
-                added - fed
-            )
+        if type(self.layer) is StaticLayer or isinstance(self.layer, LinearAttentionCacheLayerMixin):
+            self.layer.cumulative_length.sub_(fed - added)  # a state beside the keys is restored
         else:
-            self.layer.cumulative_length.sub_(fed - added)
+            self.layer.crop(added - fed)
 
 
 class _StaticWindow(_Croppable):

@@ -270,15 +270,15 @@ def keep_context(cache: Cache, candidates: DFlashCandidateGenerator, ids: torch.
 
 
 def take_context(
-    cache: Cache, candidates: DFlashCandidateGenerator, prefix: torch.LongTensor | None, length: int
+    cache: Cache, candidates: DFlashCandidateGenerator, prefix: torch.LongTensor | None, rows: int, length: int
 ) -> KeptContext | None:
-    """Give `candidates` what its drafter knows of the `length` tokens in `cache`, if it knows all of them.
+    """Give `candidates` what its drafter knows of the `length` tokens of each row in `cache`, if it knows all of them.
 
     Args:
         prefix: (B, length) their ids, where the caller passed them.
     """
     kept = _KEPT.pop(cache, None)  # the call that takes it goes on with it; another at the same time reads anew
-    if kept is None or kept.drafter() is not candidates.drafter or kept.ids.shape[1] != length:
+    if kept is None or kept.drafter() is not candidates.drafter or kept.ids.shape != (rows, length):
         return None
     if prefix is not None and not torch.equal(prefix, kept.ids):
         return None

@@ -1,6 +1,7 @@
 """Seconds of a round, read where the loop waits for the device anyway."""
 
 import time
+from contextlib import contextmanager
 
 import torch
 
@@ -24,6 +25,13 @@ class RoundClock:
     def start(self):
         """Right after a synchronisation: the first round begins."""
         self.last = time.perf_counter()
+
+    @contextmanager
+    def elsewhere(self):
+        """Around what is no part of a round: a streamer may take its time."""
+        start = time.perf_counter()
+        yield
+        self.last += time.perf_counter() - start
 
     def mark(self):
         """Before and after the drafter's work."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
+from transformers.cache_utils import StaticSlidingWindowLayer
 from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteriaList
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import logging
@@ -40,7 +41,16 @@ from .settings_dflash import (
     without,
 )
 from .statistics_dflash import Speculation
-from .target_dflash import CACHE, PassLimits, RoundInputs, check_pair, tap_request, tapped
+from .target_dflash import (
+    CACHE,
+    PassLimits,
+    RoundInputs,
+    check_pair,
+    encoder_outputs_by_chunk,
+    holds_media,
+    tap_request,
+    tapped,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -227,7 +237,10 @@ class Decoding:
         """The prompt's pass gives the first token, which is the first anchor. Of the states only the tapped ones are kept."""
         kwargs, ids = self.call.model_kwargs, self.prompt
         every_layer = self.record.hidden_states is not None
-        kwargs["output_hidden_states"] = True if every_layer else tap_request(self.candidates.target_layer_ids)
+        kwargs["output_hidden_states"] = tap_request(self.candidates.target_layer_ids)
+        if every_layer:
+            chosen = self.record.layers
+            kwargs["output_hidden_states"] = True if chosen is None else kwargs["output_hidden_states"] + chosen
         if self.record.attentions is None:
             kwargs.pop("output_attentions", None)
         past = cached_length(kwargs.get(CACHE))
@@ -260,12 +273,13 @@ class Decoding:
     def _read_chunks(self, ids: torch.LongTensor, past: int):
         """The prompt in chunks, as `prefill_chunk_size` asks; the drafter reads each, and only its own context is kept."""
         kwargs, chunks = self.call.model_kwargs, ids.split(self.call.config.prefill_chunk_size, dim=1)
+        encoded = encoder_outputs_by_chunk(self.target, kwargs.pop("mm_encoder_outputs", None), ids, chunks)
         images = [name for name in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL if kwargs.get(name) is not None]
         if images and len(chunks) > 1:
             raise ValueError(f"`prefill_chunk_size` cannot split {images} into chunks; leave it unset.")
         inputs = RoundInputs(kwargs, self.rows, self.prompt.shape[1], past + ids.shape[1], self.device)
         inputs.columns, cache = past, kwargs.get(CACHE)
-        for chunk in chunks:
+        for chunk, features_of_images in zip(chunks, encoded):
             if self.unread:
                 features = Features.joined(self.unread)
                 self.candidates.absorb(features.states, features.counts)
@@ -273,6 +287,7 @@ class Decoding:
                 self.unread = []
             ahead = inputs.ahead(chunk.shape[1], cache)
             model_inputs = self.target.prepare_inputs_for_generation(chunk, is_first_iteration=True, **ahead)
+            model_inputs |= features_of_images
             outputs = self._with_cache(self.target(**model_inputs, return_dict=True))
             cache = outputs[CACHE]
             self.speculation.target_passes += 1
@@ -294,11 +309,11 @@ class Decoding:
 
     def _take_prefix(self, prefix: torch.LongTensor | None, past: int):
         """The drafter's context of what came in the cache: kept with it, or read from the text once more."""
-        kept = take_context(self.cache, self.candidates, prefix, past)
+        kept = take_context(self.cache, self.candidates, prefix, self.rows, past)
         self.prefix = prefix if kept is None else kept.ids
         if kept is not None:
             self.unread = kept.unread
-        elif prefix is None or not self.call.read_prefix:
+        elif prefix is None or not self.call.read_prefix or holds_media(self.target, prefix):
             self.candidates.start = past
         else:
             given = self.call.model_kwargs
@@ -455,7 +470,9 @@ class Decoding:
             drafted, choices, scores = self._choices_of_block(drafts, logits)
         else:
             drafted = drafts.tolist()
-        accepted, written = [0] * self.rows, []  # written: tokens, step by step
+        # By the block, but where somebody's code looks at each step.
+        by_token = self.rows > 1 or self.stop.foreign or not self.choice.stateless
+        accepted, written = [0] * self.rows, []
         for group in self.groups:
             if self.apart and resting[group.start]:
                 continue
@@ -467,10 +484,13 @@ class Decoding:
                 tokens, agreed = self._append(group, tokens, [row[i] if i < count else None for row in drafted[group]])
                 for row, same in zip(range(self.rows)[group], agreed):
                     accepted[row] += same
-                written.append(tokens)
                 if self.record.wants_scores:
                     self.record.add(scores[:, i] if self.choice.stateless else step_scores, logits[:, i])
                 self.stop(group, text.view(group), tokens, self.record.scores)
+                if by_token:
+                    self._stream(tokens)
+                else:
+                    written += tokens
                 if all(self.stop.ended[group]) or not all(agreed):
                     break
         added = [now - then for now, then in zip(text.lengths, before)]
@@ -478,12 +498,14 @@ class Decoding:
             self._count_round([row for row in range(self.rows) if not resting[row]], count, accepted, added)
         else:
             self.clock.start()
-        if self.call.streamer is not None:
-            pieces = written if self.rows > 1 else [[token for tokens in written for token in tokens]]
-            for tokens in pieces:
-                self.call.streamer.put(torch.tensor(tokens))
-            self.clock.start()  # a streamer may take its time, which is no part of a round
+        if written:
+            self._stream(written)
         return added
+
+    def _stream(self, tokens: list[int]):
+        if self.call.streamer is not None:
+            with self.clock.elsewhere():
+                self.call.streamer.put(torch.tensor(tokens))
 
     def _count_round(self, running: list[int], drafted: int, accepted: list[int], added: list[int]):
         for row in running:
@@ -505,7 +527,7 @@ class Decoding:
         """Of one position, with processors that keep state: they see each emitted token's logits (B, V) once, in order."""
         text = self.text
         with self._counted_passes():
-            scores = self.choice.processors(text.view(slice(0, self.rows)), logits)
+            scores = self.choice.processors(text.view(slice(0, self.rows)).contiguous(), logits.contiguous())
         return scores, self.choice.choose(scores[:, None], text.lengths)[:, 0].tolist()
 
     @contextmanager
@@ -566,6 +588,13 @@ class Decoding:
         self.verified = None
         recurrent, most = self.rollback.recurrent, max(added)
         if recurrent is not None and 0 < most < fed and not recurrent.can_rerun:
+            if self.apart:
+                del _RERUNS[self.target]
+                raise ValueError(
+                    f"the recurrent layers of {type(self.target).__name__} can no longer be seen at work, as they could in an "
+                    "earlier call (was it compiled since?), and rows advance by counts of their own here. Call `generate` again: "
+                    "rows will advance together."
+                )
             self._replay(fed, most)
         else:
             self.rollback.commit(fed, added)
@@ -577,13 +606,15 @@ class Decoding:
         self.rollback.commit(added, [added] * self.rows)
         self.speculation.replay_passes += 1
 
-    def _keys_alone(self) -> list[tuple[int, int] | None]:
-        """By layer with keys: how many a pass over the next token alone would see, and at most; None for a fixed number."""
-        layers = [layer for layer, linear in zip(self.cache.layers, self.cache.is_linear) if not linear]
-        return [
-            None if layer.is_compileable else (self.inputs.columns + 1, getattr(layer, "sliding_window", 1 << 62))
-            for layer in layers
-        ]
+    def _keys_alone(self) -> list[tuple[int, int] | int | None]:
+        """By layer with keys, what a pass over the next token alone would see; see `Record.add_states`."""
+
+        def seen(layer):
+            if layer.is_compileable:
+                return layer.max_cache_len if isinstance(layer, StaticSlidingWindowLayer) else None
+            return self.inputs.columns + 1, getattr(layer, "sliding_window", 1 << 62)
+
+        return [seen(layer) for layer, linear in zip(self.cache.layers, self.cache.is_linear) if not linear]
 
     # ---- the end
 

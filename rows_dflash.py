@@ -2,7 +2,13 @@
 
 import torch
 from transformers import GenerationConfig
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList, StopStringCriteria
+from transformers.generation import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 
 class Text:
@@ -57,13 +63,17 @@ class Stop:
         lengths = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
         self.budget = min(lengths)  # the text is not longer, whatever a subclass makes of its length
         self.max_length = min((c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=float("inf"))
-        self.eos = {token for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.tolist()}
+        self.eos = {
+            token for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.reshape(-1).tolist()
+        }
         # Plain `generate` pads a row that has ended only where end tokens are in play; otherwise it goes on writing.
         self.rests = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         # End tokens and length are decided on the host; anything else may keep state, and is called.
         self.others = StoppingCriteriaList(c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria))
         # Those that look at the end of one row only.
         self.by_row = not self.others or (self.rests and all(type(c) is StopStringCriteria for c in self.others))
+        # Somebody's own may look at what was streamed so far, or raise.
+        self.foreign = any(type(c) not in (StopStringCriteria, MaxTimeCriteria) for c in self.others)
         self.ended = [False] * rows
 
     def __call__(self, rows: slice, text: torch.LongTensor, tokens: list[int], scores: tuple | None):
@@ -71,12 +81,24 @@ class Stop:
         full = text.shape[1] >= self.max_length
         ends = [full or token in self.eos for token in tokens]
         if self.others:
-            ends = [a or b for a, b in zip(ends, self.others(text, scores).tolist())]
+            done = self.others(text.contiguous(), scores)
+            if done.numel() != len(tokens):
+                raise ValueError(
+                    f"the stopping criteria gave a result of shape {tuple(done.shape)} for {len(tokens)} rows; expected one value a row."
+                )
+            ends = [a or b for a, b in zip(ends, done.reshape(-1).tolist())]
         self.ended[rows] = [a or b for a, b in zip(self.ended[rows], ends)]
 
     def resting(self, row: int) -> bool:
         """Whether a row has ended and is only padded from here on."""
         return self.ended[row] and self.rests
+
+
+def selected_layers(output_hidden_states: bool | int | list[int] | None) -> list[int] | None:
+    """Those that the caller chose of the hidden states; None where it is a flag."""
+    if isinstance(output_hidden_states, bool) or output_hidden_states is None:
+        return None
+    return [output_hidden_states] if isinstance(output_hidden_states, int) else list(output_hidden_states)
 
 
 class Record:
@@ -88,6 +110,7 @@ class Record:
         self.logits = () if wanted and generation_config.output_logits else None
         self.attentions = () if wanted and generation_config.output_attentions else None
         self.hidden_states = () if wanted and generation_config.output_hidden_states else None
+        self.layers = selected_layers(generation_config.output_hidden_states)  # None: all
 
     @property
     def wants_scores(self) -> bool:
@@ -108,17 +131,22 @@ class Record:
         """Hidden states and attentions of the first `added` of the `fed` tokens of a pass.
 
         Args:
-            lengths: by layer with keys, how many a pass over the first token alone would see, and how many at most; None
-                for a fixed number. In place of the list None for the prompt's pass, of which everything is kept.
+            lengths: by layer with keys, how many a pass over the first token alone would see, and how many at most; a window
+                of fixed size as a number; None for room of fixed size. In place of the list None for the prompt's pass, of
+                which everything is kept.
         """
         if self.hidden_states is not None:
             states = outputs.hidden_states
+            if self.layers is not None:
+                layers = {i % len(states) for i in self.layers if -len(states) <= i < len(states)}
+                states = tuple(layer if i in layers else None for i, layer in enumerate(states))
             if lengths is None:
                 self.hidden_states += (states,)
             else:
-                first = states[-1].shape[1] - fed
+                first = next(layer.shape[1] for layer in outputs.hidden_states if layer is not None) - fed
                 self.hidden_states += tuple(
-                    tuple(layer[:, first + i : first + i + 1].clone() for layer in states) for i in range(added)
+                    tuple(None if layer is None else layer[:, first + i : first + i + 1].clone() for layer in states)
+                    for i in range(added)
                 )
         if self.attentions is not None:
             if lengths is None:
@@ -133,9 +161,15 @@ class Record:
                 )
 
 
-def _attention_of_one(weights: torch.Tensor, fed: int, i: int, keys: tuple[int, int] | None) -> torch.Tensor:
+def _attention_of_one(weights: torch.Tensor, fed: int, i: int, keys: tuple[int, int] | int | None) -> torch.Tensor:
     """The weights (B, heads, 1, keys) that token `i` of `fed` would have alone, of those of the block's pass."""
     start, end = 0, weights.shape[-1]
+    if isinstance(keys, int):
+        if end != keys:  # a block that fills the window, or moves it on, sees the keys before it and its own
+            end = end - fed + i + 1
+            start = max(end - keys, 0)
+        own = weights[:, :, i : i + 1, start:end]
+        return torch.nn.functional.pad(own, (0, keys - own.shape[-1]))
     if keys is not None:
         end = end - fed + i + 1
         start = end - min(keys[0] + i, keys[1])

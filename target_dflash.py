@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import utils as generation_utils
 from transformers.utils import output_capturing
 
 # Where the supported versions of transformers differ:
@@ -11,6 +12,8 @@ from transformers.utils import output_capturing
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"  # 5.24
 # Whether a list in `output_hidden_states` counts the embedding's output as index 0.
 COUNTS_EMBEDDING = hasattr(output_capturing, "selected_hidden_states")  # 5.23
+# What takes the features of some placeholders out of an encoder's output.
+_SLICE = getattr(generation_utils, "_slice_mm_encoder_output", None)  # 5.24
 
 
 def tap_request(target_layer_ids: list[int]) -> list[int]:
@@ -43,6 +46,40 @@ def tapped(hidden_states: tuple, target: PreTrainedModel, target_layer_ids: list
             "DFlash drafter cannot be used with it."
         )
     return states
+
+
+MEDIA = ("image", "video", "audio")
+
+
+def holds_media(target: PreTrainedModel, ids: torch.LongTensor) -> bool:
+    """Whether placeholders are among the tokens, whose features are not known from the tokens alone."""
+    tokens = [getattr(target.config, f"{kind}_token_id", None) for kind in MEDIA]
+    return any(token is not None and bool((ids == token).any()) for token in tokens)
+
+
+def encoder_outputs_by_chunk(
+    target: PreTrainedModel, encoded: dict | None, ids: torch.LongTensor, chunks: tuple
+) -> list[dict]:
+    """What each chunk of a prompt (B, new) is fed of images and the like that were encoded beforehand.
+
+    Row i of an output fills the i-th placeholder, counted over rows and tokens.
+    """
+    inputs = [{} for _ in chunks]
+    for kind, output in (encoded or {}).items():
+        if output is None:
+            continue
+        if _SLICE is None:
+            raise ValueError(f"`prefill_chunk_size` cannot split the encoded {kind} into chunks; leave it unset.")
+        places = ids == getattr(target.config, f"{kind}_token_id")
+        order = places.flatten().cumsum(0).view_as(places) - 1
+        start = 0
+        for chunk, own in zip(chunks, inputs):
+            end = start + chunk.shape[1]
+            if places[:, start:end].any():
+                part = _SLICE(output, order[:, start:end][places[:, start:end]])
+                own.setdefault("mm_encoder_outputs", {})[kind] = part
+            start = end
+    return inputs
 
 
 def embedding_rows(target: PreTrainedModel) -> int:
@@ -111,7 +148,7 @@ class RoundInputs:
         columns: tokens that the cache holds after the prompt's pass.
     """
 
-    PER_TOKEN = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+    PER_TOKEN = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
     def __init__(self, model_kwargs: dict, rows: int, length: int, columns: int, device: torch.device):
         self.columns = columns
@@ -183,7 +220,7 @@ class RoundInputs:
         last = values[..., -1:]
         if name == "position_ids":
             return last + torch.arange(1, count + 1, device=values.device)
-        if name == "mm_token_type_ids":
+        if name in ("mm_token_type_ids", "moe_mm_token_type_ids"):
             last = torch.zeros_like(last)  # what is generated is text
         elif name == "attention_mask":
             last = torch.ones_like(last)

@@ -295,3 +295,47 @@ def test_chunks_give_the_drafter_the_same_context(padded, monkeypatch):
         target.generate(**inputs, do_sample=False, max_new_tokens=16, assistant_model=drafter, prefill_chunk_size=chunk)
     half = len(logits) // 2
     torch.testing.assert_close(torch.cat(logits[:half], 1), torch.cat(logits[half:], 1), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", (None, 4))
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_static_cache_whose_layers_hold_a_state_and_keys(kind, chunk, drafts_of):
+    target, drafter = tiny_family("falcon_h1")
+    ids = prompt_of(10)
+    kwargs = {"max_new_tokens": 16, "cache_implementation": "static", "prefill_chunk_size": chunk}
+    plain = greedy(target, ids, **kwargs)
+    drafts_of(kind, plain)
+    assert torch.equal(greedy(target, ids, **kwargs, assistant_model=drafter), plain)
+    assert drafter.last_speculation.num_accepted > 0 or kind == "random"
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_attentions_of_a_static_window(kind, drafts_of):
+    """Before it is full, while it fills, and after."""
+    target, drafter = tiny_target("mistral", attn_implementation="eager"), tiny_drafter()
+    window = target.config.sliding_window
+    ids = prompt_of(window - 4)
+    kwargs = {
+        "max_new_tokens": 16, "cache_implementation": "static", "return_dict_in_generate": True, "output_attentions": True,
+    }  # fmt: skip
+    plain = greedy(target, ids, **kwargs)
+    drafts_of(kind, plain.sequences)
+    mine = greedy(target, ids, **kwargs, assistant_model=drafter)
+    assert torch.equal(mine.sequences, plain.sequences) and len(mine.attentions) == len(plain.attentions)
+    for ours, theirs in zip(mine.attentions, plain.attentions):
+        for a, b in zip(ours, theirs):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_a_cache_whose_rows_were_repeated(drafts_of):
+    """One prompt, three continuations: what the drafter kept is of one row, so it starts from the new tokens."""
+    target, drafter = tiny_target("llama"), tiny_drafter()
+    new = torch.cat([prompt_of(4, seed) for seed in (1, 2, 3)])
+    texts = []
+    for assistant in ({}, {"assistant_model": drafter}):
+        turn = greedy(target, prompt_of(10), max_new_tokens=8, return_dict_in_generate=True, **assistant)
+        cache = turn[CACHE]
+        cache.batch_repeat_interleave(3)
+        mask = torch.ones(3, cache.get_seq_length() + 4, dtype=torch.long)
+        texts.append(greedy(target, new, max_new_tokens=12, attention_mask=mask, **{CACHE: cache}, **assistant))
+    assert torch.equal(*texts)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, prompt_of, tiny_drafter, tiny_target
+from dflash_hub.target_dflash import CACHE
 from families import VOCAB, drafter_for, equal_texts, tiny_family, trial
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -133,11 +134,9 @@ def test_a_vision_language_target(image):
     target, drafter = tiny_qwen_vl()
     ids = prompt_of(10) % 90
     inputs = {"input_ids": ids}
-    if image:  # 8 x 8 patches, merged two by two
-        ids = torch.cat([ids[:, :3], torch.tensor([[93] + [95] * 16 + [92]]), ids[:, 3:]], dim=1)
-        pixels = torch.randn(64, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(1))
-        inputs = {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 8, 8]])}
-        inputs["mm_token_type_ids"] = (ids == 95).long()
+    if image:
+        inputs = image_inputs(ids)
+        ids = inputs["input_ids"]
     positions = []
     drafter.rotary_emb.register_forward_pre_hook(lambda module, args: positions.append(args[1]))
     assert equal_texts(target, drafter, tokens_to_avoid=6, **inputs) is None
@@ -147,6 +146,49 @@ def test_a_vision_language_target(image):
         plain = target.generate(**inputs, max_new_tokens=24, do_sample=False)
         inputs["pixel_values"] = -inputs["pixel_values"]
         assert not torch.equal(plain, target.generate(**inputs, max_new_tokens=24, do_sample=False))
+
+
+def image_inputs(ids: torch.Tensor) -> dict:
+    """A prompt with an image of 8 x 8 patches, merged two by two, after its third token."""
+    ids = torch.cat([ids[:, :3], torch.tensor([[93] + [95] * 16 + [92]]), ids[:, 3:]], dim=1)
+    pixels = torch.randn(64, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 8, 8]])}
+    return inputs | {"mm_token_type_ids": (ids == 95).long()}
+
+
+def test_an_image_in_a_prompt_that_is_read_in_chunks(drafts_of):
+    """As plain does it: each chunk is fed the features of its own placeholders; refused where plain refuses."""
+    target, drafter = tiny_qwen_vl()
+    kwargs = {"max_new_tokens": 16, "do_sample": False, "suppress_tokens": list(range(92, 97))}
+    inputs = image_inputs(prompt_of(10) % 90)
+    whole = target.generate(**inputs, **kwargs)
+    try:
+        plain = target.generate(**inputs, **kwargs, prefill_chunk_size=8)
+    except (ValueError, RuntimeError) as refused:  # older versions stop in the model
+        with pytest.raises(ValueError, match="cannot split"):
+            target.generate(**inputs, **kwargs, prefill_chunk_size=8, assistant_model=drafter)
+        pytest.skip(f"this transformers does not read images in chunks: {refused}")
+    drafts_of("half-right", plain)
+    assert torch.equal(plain, whole)
+    assert torch.equal(target.generate(**inputs, **kwargs, prefill_chunk_size=8, assistant_model=drafter), plain)
+    assert drafter.last_speculation.num_accepted > 0
+
+
+def test_a_chat_turn_after_an_image_that_was_read_without_the_drafter(drafts_of):
+    """The pixels are gone: the drafter starts from the new tokens instead of reading placeholders."""
+    target, drafter = tiny_qwen_vl()
+    kwargs = {"do_sample": False, "suppress_tokens": list(range(92, 97))}
+    inputs = image_inputs(prompt_of(10) % 90)
+    texts = []
+    for assistant in ({}, {"assistant_model": drafter}):
+        turn = target.generate(**inputs, **kwargs, max_new_tokens=8, return_dict_in_generate=True)
+        more = torch.cat([turn.sequences, prompt_of(5, seed=4) % 90], dim=1)
+        kwargs |= {"mm_token_type_ids": (more == 95).long(), "attention_mask": torch.ones_like(more)}
+        texts.append(target.generate(more, **kwargs, max_new_tokens=12, **{CACHE: turn[CACHE]}, **assistant))
+        kwargs = {name: kwargs[name] for name in ("do_sample", "suppress_tokens")}
+        drafts_of("half-right", texts[0])
+    assert torch.equal(*texts) and drafter.last_speculation.prefix_passes == 0
+    assert drafter.last_speculation.num_accepted > 0
 
 
 # ------------------------------------------------------------------------------------------------- the table

@@ -12,7 +12,7 @@ from conftest import DRAFTERS, FAMILIES, VOCAB, expected_cut, prompt_of, tiny_dr
 from dflash_hub import clock_dflash, generation_dflash
 from dflash_hub.generation_dflash import ScheduleMemory
 from dflash_hub.schedule_dflash import DraftSchedule
-from dflash_hub.target_dflash import CACHE
+from dflash_hub.target_dflash import CACHE, COUNTS_EMBEDDING
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -837,3 +837,114 @@ def test_a_target_is_no_drafter(tmp_path):
     tiny_target("llama").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="not the configuration of a DFlash drafter: model_type 'llama'"):
         DFlashDraftModel.from_pretrained(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------- somebody's own code
+
+
+class Breaks(StoppingCriteria):
+    """Raises where the text reaches a length."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] == self.length:
+            raise RuntimeError("somebody's own")
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("length", range(11, 18))
+def test_a_criterion_that_raises_leaves_the_streamed_text_and_its_cache(kind, length, drafts_of):
+    """At every offset in a block: the next turn goes on from what was streamed, as after plain `generate`."""
+    target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
+    plain = greedy(target, ids, max_new_tokens=30)
+    drafts_of(kind, plain)
+    streamed, held = [], []
+    for assistant in ({}, {"assistant_model": drafter}):
+        streamer, cache = Collects(), transformers.DynamicCache(config=target.config)
+        with pytest.raises(RuntimeError, match="somebody's own"):
+            greedy(
+                target, ids, max_new_tokens=20, streamer=streamer, stopping_criteria=[Breaks(length)], **{CACHE: cache}, **assistant
+            )  # fmt: skip
+        streamed.append([token for piece in streamer.pieces for token in piece])
+        held.append(cache.get_seq_length())
+        more = torch.cat([torch.tensor([streamed[-1]]), prompt_of(4, seed=3)], dim=1)
+        cold = greedy(target, more, max_new_tokens=12)
+        assert torch.equal(greedy(target, more, max_new_tokens=12, **{CACHE: cache}, **assistant), cold)
+    assert streamed[0] == streamed[1] == plain[0, : length - 1].tolist() and held[0] == held[1] == length - 1
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_criterion_that_looks_at_the_streamer(kind, drafts_of):
+    """It sees each token when plain would show it."""
+
+    class Ends(StoppingCriteria):
+        def __init__(self, streamer):
+            self.streamer = streamer
+
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.full((input_ids.shape[0],), sum(map(len, self.streamer.pieces)) >= 13)
+
+    target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
+    drafts_of(kind, greedy(target, ids, max_new_tokens=20))
+    texts = []
+    for assistant in ({}, {"assistant_model": drafter}):
+        streamer = Collects()
+        texts.append(
+            greedy(target, ids, max_new_tokens=20, streamer=streamer, stopping_criteria=[Ends(streamer)], **assistant)
+        )
+    assert texts[0].shape[1] == 14 and torch.equal(*texts)
+
+
+@pytest.mark.parametrize("shape", ((), (1,), (1, 1)))
+@pytest.mark.parametrize("dtype", (torch.bool, torch.int))
+def test_a_criterions_result_for_one_row_may_have_any_shape(shape, dtype, drafts_of):
+    class At(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.full(shape, input_ids.shape[1] >= 15, dtype=dtype)
+
+    target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
+    drafts_of("oracle", greedy(target, ids, max_new_tokens=20))
+    text = greedy(target, ids, max_new_tokens=20, stopping_criteria=[At()], assistant_model=drafter)
+    assert text.shape[1] == 15
+
+
+def test_a_criterion_with_another_number_of_results_is_named():
+    class Three(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.zeros(3, dtype=torch.bool)
+
+    target, drafter = tiny_target("llama"), tiny_drafter()
+    with pytest.raises(ValueError, match=r"a result of shape \(3,\) for 1 rows"):
+        greedy(target, prompt_of(10), max_new_tokens=8, stopping_criteria=[Three()], assistant_model=drafter)
+
+
+def test_an_end_token_as_a_tensor_without_dimension(drafts_of):
+    target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
+    plain = greedy(target, ids, max_new_tokens=20)
+    drafts_of("oracle", plain)
+    criteria = [transformers.generation.EosTokenCriteria(plain[0, 17])]
+    expected = greedy(target, ids, max_new_tokens=20, stopping_criteria=criteria)
+    assert torch.equal(
+        greedy(target, ids, max_new_tokens=20, stopping_criteria=criteria, assistant_model=drafter), expected
+    )
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("chosen", ([1, 3], 2, -1, [0, -2], [], 0))
+@pytest.mark.skipif(not COUNTS_EMBEDDING, reason="this transformers takes no choice of hidden states in `generate`")
+def test_chosen_hidden_states(chosen, kind, drafts_of):
+    target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
+    kwargs = {"max_new_tokens": 12, "return_dict_in_generate": True, "output_hidden_states": chosen}
+    plain = greedy(target, ids, **kwargs)
+    drafts_of(kind, plain.sequences)
+    mine = greedy(target, ids, **kwargs, assistant_model=drafter)
+    assert torch.equal(mine.sequences, plain.sequences)
+    assert (mine.hidden_states is None) == (plain.hidden_states is None)
+    for ours, theirs in zip(mine.hidden_states or (), plain.hidden_states or (), strict=True):
+        assert [layer is None for layer in ours] == [layer is None for layer in theirs]
+        for a, b in zip(ours, theirs):
+            if b is not None:
+                torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)

@@ -305,3 +305,43 @@ def test_sampled_rows_have_the_targets_distribution():
     )
     drawn = torch.bincount(text[:, 3], minlength=7) / rows
     assert 0.5 * (drawn - exact).abs().sum() < 0.06
+
+
+@pytest.mark.parametrize("where", ("processor's ids", "processor's scores", "criterion's ids"))
+def test_somebodys_own_code_may_view_what_it_gets(where, drafts_of):
+    """As in plain `generate`, tensors are contiguous."""
+    target, drafter, inputs = tiny_target("llama"), tiny_drafter(), batch()
+
+    class Processor(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            (scores if where == "processor's scores" else input_ids).view(-1)
+            return scores
+
+    class Criterion(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            input_ids.view(-1)
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    own = {"stopping_criteria": [Criterion()]} if where == "criterion's ids" else {"logits_processor": [Processor()]}
+    kwargs = {"max_new_tokens": 12, **own}
+    plain = greedy(target, inputs, **kwargs)
+    drafts_of("half-right", plain)
+    assert torch.equal(greedy(target, inputs, **kwargs, assistant_model=drafter), plain)
+    assert drafter.last_speculation.num_accepted > 0
+
+
+def test_rows_of_a_hybrid_whose_mixers_can_no_longer_be_seen(drafts_of, monkeypatch):
+    """Rows would need a replay of different lengths: a sentence, and the next call goes in lockstep."""
+    from dflash_hub.cache_dflash import RecurrentStates
+    from families import tiny_family
+
+    target, drafter = tiny_family("qwen3_next")
+    inputs = batch()
+    plain = greedy(target, inputs, max_new_tokens=16)
+    drafts_of("half-right", plain)
+    assert torch.equal(greedy(target, inputs, max_new_tokens=16, assistant_model=drafter), plain)
+    monkeypatch.setattr(RecurrentStates, "can_rerun", False)
+    with pytest.raises(ValueError, match="can no longer be seen at work"):
+        greedy(target, inputs, max_new_tokens=16, assistant_model=drafter)
+    assert torch.equal(greedy(target, inputs, max_new_tokens=16, assistant_model=drafter), plain)
+    assert drafter.last_speculation.replay_passes > 0
