@@ -4,6 +4,7 @@
 new transformers adds one that is in neither list.
 """
 
+import copy
 import inspect
 from pathlib import Path
 
@@ -172,7 +173,7 @@ def with_stop_strings(resolved: GenerationConfig, call: dict) -> dict:
     if resolved.stop_strings is None:
         return call
     own = call.get("stopping_criteria") or []
-    call = call | {"stop_strings": None}
+    call = _with_field(call, "stop_strings", None)
     if any(type(criterion) is StopStringCriteria for criterion in own):
         return call
     if call.get("tokenizer") is None:
@@ -198,7 +199,17 @@ def with_healed_tokens(target: PreTrainedModel, resolved: GenerationConfig, call
             f"`token_healing` made the prompt {healed.shape[1]} tokens long, and its attention mask has {mask.shape[1]}. Pass "
             "the prompt without spaces at its ends, or heal it beforehand with `target.heal_tokens`."
         )
-    return call | {name: healed, "token_healing": False}
+    return _with_field(call | {name: healed}, "token_healing", False)
+
+
+def _with_field(call: dict, name: str, value) -> dict:
+    """The call with another value of a setting, where the caller has it: transformers warns of keywords beside a config."""
+    config = call.get("generation_config")
+    if not isinstance(config, GenerationConfig) or not getattr(config, name) or name in call:
+        return call | {name: value}
+    config = copy.deepcopy(config)
+    setattr(config, name, value)
+    return call | {"generation_config": config}
 
 
 # ------------------------------------------------------------------------------------------------------------------
