@@ -58,7 +58,19 @@ OWN = {
         "mamba_chunk_size": 8,
     },
     "phi3": {"sliding_window": None, "original_max_position_embeddings": 256},
-}
+    "gemma3n_text": {
+        "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "activation_sparsity_pattern": [0.0] * 6, "intermediate_size": [64] * 6,
+    },
+    "mamba2": {"expand": 2, "head_dim": 16, "n_groups": 1, "chunk_size": 8},
+    "nemotron_h": {"n_groups": 1, "chunk_size": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 3},
+    "ministral": {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 3},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+}  # fmt: skip
 
 
 def tiny_config(model_type: str, **overrides):
