@@ -205,7 +205,7 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
     done = dflash_hub(
         "align", "--drafter", "run/drafter", "--target", "changed", "--prompts", prompts, "--output", "aligned",
         "--rehearsal", "answers", "--max-new-tokens", 20, "--max-steps", 60, "--learning-rate", 0.003, "--held-out", 6,
-        "--eval-prompts", 3, "--evaluations", 2, cwd=tmp_path,
+        "--eval-prompts", 3, "--evaluations", 2, "--features", "kept", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "aligned" / "report.json").read_text())

@@ -311,6 +311,9 @@ def align(
     max_steps: Annotated[int, Option(help="Steps instead of epochs.")] = DEFAULT["max_steps"],
     num_anchors: Annotated[int, Option(min=1, help="Anchors a row and step, at most.")] = DEFAULT["num_anchors"],
     vocabulary: Annotated[str, Option(help="Of the loss: full, or answers.")] = DEFAULT["vocabulary"],
+    features: Annotated[
+        str | None, Option(help="Folder to keep the target's features in. Default: made in the step.")
+    ] = None,
     learning_rate: Annotated[float, Option(min=0.0, help="Peak of a cosine schedule.")] = 3e-4,
     held_out: Annotated[int, Option(min=1, help="Prompts kept for evaluation.")] = DEFAULT["held_out"],
     eval_prompts: Annotated[int, Option(min=1, help="Of these, answered in real generation.")] = DEFAULT[
