@@ -17,7 +17,7 @@ from dflash_hub.training.check import check
 from dflash_hub.training.features import checksum
 from dflash_hub.training.identity import identify, template_fingerprint
 from test_answers import prompts_of
-from test_init import dflash_hub, save_target, tiny_tokenizer
+from test_init import TEMPLATE, dflash_hub, save_target, tiny_tokenizer
 from test_training import answers_of, trainer_of
 
 LAYERS, TAPS = 6, [0, 1, 2]
@@ -450,6 +450,7 @@ def test_align_keeps_the_drafters_mode_and_names_the_target_it_follows(tiny_pair
         num_target_layers=8, mask_token_id=95, target_thinking=False, target_name_or_path="old", target_revision="main"
     )
     drafter.save_pretrained("drafter")
+    tiny_tokenizer(90, template=MODES).save_pretrained("target")
     small = [
         "--held-out",
         2,
@@ -496,6 +497,10 @@ def test_align_keeps_the_drafters_mode_and_names_the_target_it_follows(tiny_pair
     run = ["--target", "changed", "--drafter", "warm/drafter", "--thinking", "--output", "second"]
     assert invoke("train", *run, *TINY_RUN[2:]).exit_code == 0
     assert DFlashDraftModel.from_pretrained("second/drafter").config.target_name_or_path == "changed"
+
+
+# A template with two modes.
+MODES = TEMPLATE + "{% if enable_thinking %}w8{% endif %}"
 
 
 class Answering(Exception):
@@ -639,7 +644,7 @@ def test_pitfall_80_answers_of_another_thinking_mode_or_template_are_refused(tmp
     from dflash_hub.training.options import TrainOptions
     from dflash_hub.training.train import check_answerer, load_rows
 
-    tokenizer = tiny_tokenizer(90)
+    tokenizer = tiny_tokenizer(90, template=MODES)
     row = {"id": "a", "turn": 0, "prompt_ids": [4, 5], "answer_ids": [6, 7, 8, 9]}
     (tmp_path / "answers.jsonl").write_text(json.dumps(row) + "\n")
     settings = {"template": template_fingerprint(tokenizer), "thinking": None, "identity": None}
@@ -654,10 +659,13 @@ def test_pitfall_80_answers_of_another_thinking_mode_or_template_are_refused(tmp
     rows, _, greedy = load()
     assert len(rows) == 1 and greedy
     with pytest.raises(ValueError, match="was made with template"):
-        load(tiny_tokenizer(91))
+        load(tiny_tokenizer(91, template=MODES))
     options.thinking = True
     with pytest.raises(ValueError, match="was made with thinking None, the target here has True"):
         load()
+    alone = settings | {"template": template_fingerprint(tiny_tokenizer(90))}
+    (tmp_path / "settings.json").write_text(json.dumps(alone))
+    assert len(load(tiny_tokenizer(90))[0]) == 1  # a template without modes has one only, whatever is stated
     options.thinking = None
     (tmp_path / "settings.json").write_text(json.dumps(settings | {"generation": {"do_sample": True}}))
     assert not load()[2], "rounds cannot be replayed on sampled answers"

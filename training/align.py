@@ -20,6 +20,7 @@ from ..hub_dflash import write_text
 from ..target_dflash import check_pair
 from .check import read_record
 from .data import split_held_out
+from .identity import has_thinking_modes
 from .losses import BlockLoss
 from .options import TrainOptions, resolved
 from .train import check_environment, load_rows, train, training_arguments, warm_drafter
@@ -44,9 +45,10 @@ def check_alignment(options: TrainOptions, prompts: list[dict]) -> TrainOptions:
     training_arguments(options, len(prompts) - options.held_out, Path(options.output) / "run")
     drafter = warm_drafter(options)
     check_pair(drafter, target_skeleton(read_target_config(options.target)))
-    if options.thinking is None:
+    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    if options.thinking is None and has_thinking_modes(tokenizer):
         options = dataclasses.replace(options, thinking=drafter.config.target_thinking)
-    load_rows(options.rehearsal, options, AutoTokenizer.from_pretrained(options.target))
+    load_rows(options.rehearsal, options, tokenizer)
     return options
 
 
@@ -70,7 +72,8 @@ def align(options: TrainOptions, output: Path, command: str) -> str:
         found = read_drafter(source, options.target)
         # The target is another one now, whatever name the drafter had for it.
         found.config.target_name_or_path, found.config.target_revision = recorded_name(options.target), None
-        found.config.target_thinking = options.thinking
+        if options.thinking is not None:
+            found.config.target_thinking = options.thinking
         write_drafter(folder, found.config, found.match.drafter)
         if record := read_record(source):
             if better:

@@ -21,7 +21,7 @@ from .answers import encode
 from .blocks import denoise
 from .data import row_context, rows_of, single_row
 from .evaluation import generate, right_drafts
-from .identity import identify, same_target, template_fingerprint
+from .identity import has_thinking_modes, identify, same_target, template_fingerprint
 
 FLOOR = 1.3  # mean acceptance length below which drafting hardly pays on any device
 FALLEN = 0.5  # of the recorded acceptance, which was measured on other prompts
@@ -159,7 +159,7 @@ def settings_fit(drafter, target, tokenizer, thinking: bool | None, record: dict
     """Template, thinking mode and target are those that the drafter was trained with."""
     config, data = drafter.config, (record or {}).get("data", {})
     findings = []
-    if "enable_thinking" not in (tokenizer.chat_template or ""):
+    if not has_thinking_modes(tokenizer):
         findings.append(Finding("thinking", None, "the template has no thinking mode"))
     elif config.target_thinking is None:
         findings.append(Finding("thinking", None, f"not recorded in the drafter; {thinking} here"))

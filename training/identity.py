@@ -45,6 +45,11 @@ def same_target(one: dict, other: dict) -> bool:
     return all(one[name] == other[name] for name in names)
 
 
+def has_thinking_modes(tokenizer) -> bool:
+    """Whether the chat template asks for a mode; else there is one only, whatever is stated or recorded."""
+    return "enable_thinking" in (tokenizer.chat_template or "")
+
+
 def template_fingerprint(tokenizer) -> str:
     """Of the chat template's text and the vocabulary: two tokenizers with the same one write the same prompts."""
     parts = [tokenizer.chat_template or "", json.dumps(tokenizer.get_vocab(), sort_keys=True)]

@@ -46,7 +46,7 @@ from .answers import read_answers
 from .check import read_record
 from .data import Collator, PackedRows, document_key, split_held_out, usable_rows
 from .features import FeatureCache, check_teacher, checksum, feature_layers, tapped_features
-from .identity import identify, same_target, template_fingerprint
+from .identity import has_thinking_modes, identify, same_target, template_fingerprint
 from .losses import BlockLoss, ReducedHead, gamma_of
 from .options import TrainOptions, resolved
 from .trainer import DFlashTrainer, checkpoint_activations, evaluate
@@ -82,7 +82,7 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
         )
     if options.drafter is not None:
         drafter = warm_drafter(options)
-        check_thinking(drafter.config, options)
+        check_thinking(drafter.config, options, tokenizer)
         check_pair(drafter, target)
         config = drafter.config
     else:
@@ -143,7 +143,8 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
         figures = evaluate(target, rounded, trainer.eval_rows, held_out if greedy else [], options.eval_new_tokens)
         drafter = rounded.to(torch.bfloat16)
         name_target(drafter.config, options, identity)
-        drafter.config.target_thinking = options.thinking
+        if has_thinking_modes(tokenizer):
+            drafter.config.target_thinking = options.thinking
         record = {
             "command": command,
             "data": {
@@ -204,9 +205,9 @@ def check_ids(rows: list[dict], vocab_rows: int):
             )
 
 
-def check_thinking(config: DFlashConfig, options: TrainOptions):
+def check_thinking(config: DFlashConfig, options: TrainOptions, tokenizer):
     """ValueError where a drafter was made for one mode of thinking, and none is stated for the answers it is to learn."""
-    if options.thinking is None and config.target_thinking is not None:
+    if options.thinking is None and config.target_thinking is not None and has_thinking_modes(tokenizer):
         mode = "--thinking" if config.target_thinking else "--no-thinking"
         raise ValueError(
             f"{options.drafter} was trained with {mode}; state the mode of these answers, --thinking or --no-thinking."
@@ -254,7 +255,10 @@ def load_rows(
         settings = read_json(settings_path, *fields) if settings_path.is_file() else None
         greedy.append(settings is not None and not settings["generation"].get("do_sample", True))
         if settings is not None:
-            for name, here in (("template", template_fingerprint(tokenizer)), ("thinking", options.thinking)):
+            stated = {"template": template_fingerprint(tokenizer)}
+            if has_thinking_modes(tokenizer):
+                stated["thinking"] = options.thinking
+            for name, here in stated.items():
                 if settings[name] != here:
                     raise ValueError(
                         f"{path} was made with {name} {settings[name]!r}, the target here has {here!r}. A drafter trained on "
