@@ -64,6 +64,8 @@ class CacheRollback:
             return _Fp8(layer)
         if isinstance(layer, QuantizedLayer):
             return _Quantized(layer)
+        if isinstance(layer, StaticLayer) and isinstance(layer, LinearAttentionCacheLayerMixin) and not self.recurrent:
+            self._refuse(layer)  # nothing restores the state beside the keys
         if isinstance(layer, StaticSlidingWindowLayer):
             return _StaticWindow(layer)
         if isinstance(layer, StaticLayer):

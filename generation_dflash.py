@@ -106,7 +106,7 @@ def assisted_generate(drafter, target: PreTrainedModel, generate, call: dict):
     chosen = num_draft_tokens == "auto"
     memory = ScheduleMemory.of(drafter, target)
     read_prefix, streamer, own_cache = call.get("read_prefix", True), call.get("streamer"), passed_cache(model_kwargs)
-    call = with_healed_tokens(target, resolved, with_stop_strings(resolved, call))
+    call = with_healed_tokens(target, resolved, with_stop_strings(target, resolved, call))
 
     def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
         most = drafter.config.block_size - 1

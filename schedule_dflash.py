@@ -204,7 +204,8 @@ class DraftSchedule:
             self._fade_acceptance(CARRIED / max([CARRIED, *self.statistics.tried]))
         self.trying = False
         self.drafted = False  # whether the last round did
-        self.sped_up = False  # since T(1) was measured
+        self.sped_up = False  # by the last drafted pass, since T(1) was measured
+        self.deaf_until = 0  # the round up to which that is not believed
         self.tokens = 0.0  # of this call, by row
 
     def next(self, rows: int = 1, context: int = 0) -> int:
@@ -246,9 +247,13 @@ class DraftSchedule:
         statistics.rounds += 1
         tokens = 1 + sum(accepted) / len(accepted)
         if num_draft == 0:
-            if 1 in statistics.target and (self.sped_up or self._is_elsewhere(rows, context)):
+            if 1 in statistics.target and self._is_elsewhere(rows, context):
                 self._rescale(target_seconds / plain_seconds(statistics))
-                self.sped_up = False
+            elif self.sped_up and target_seconds < FASTER * plain_seconds(statistics):
+                self._rescale(target_seconds / plain_seconds(statistics))
+            elif self.sped_up:
+                self.deaf_until = statistics.rounds + PAUSES[1]
+            self.sped_up = False
             statistics.target.setdefault(1, Samples()).add(statistics.rounds, target_seconds)
             statistics.rows = rows
             statistics.waited += 1
@@ -304,7 +309,8 @@ class DraftSchedule:
         target = statistics.target.setdefault(length, Samples())
         # Other work on the machine ended, say. A T(1) from before would make drafting look better than it is; where the machine
         # slows down, drafting looks worse, and the plain rounds that follow measure T(1).
-        self.sped_up = len(target) > 1 and target_seconds < FASTER * target.median
+        believed = len(target) > 0 and statistics.rounds >= self.deaf_until
+        self.sped_up = believed and target_seconds < FASTER * target.median
         target.add(statistics.rounds, target_seconds)
         drafter = statistics.drafter if self.drafted else statistics.catching_up
         drafter.add(statistics.rounds, drafter_seconds)

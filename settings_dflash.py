@@ -168,12 +168,12 @@ def resolve_num_draft_tokens(drafter, target, call: dict) -> int | str:
     return number
 
 
-def with_stop_strings(resolved: GenerationConfig, call: dict) -> dict:
+def with_stop_strings(target: PreTrainedModel, resolved: GenerationConfig, call: dict) -> dict:
     """The call with its stop strings as a criterion: given a callable, `generate` drops the tokenizer before it builds one."""
     if resolved.stop_strings is None:
         return call
     own = call.get("stopping_criteria") or []
-    call = _with_field(call, "stop_strings", None)
+    call = _with_field(target, call, "stop_strings", None)
     if any(type(criterion) is StopStringCriteria for criterion in own):
         return call
     if call.get("tokenizer") is None:
@@ -199,13 +199,17 @@ def with_healed_tokens(target: PreTrainedModel, resolved: GenerationConfig, call
             f"`token_healing` made the prompt {healed.shape[1]} tokens long, and its attention mask has {mask.shape[1]}. Pass "
             "the prompt without spaces at its ends, or heal it beforehand with `target.heal_tokens`."
         )
-    return _with_field(call | {name: healed}, "token_healing", False)
+    return _with_field(target, call | {name: healed}, "token_healing", False)
 
 
-def _with_field(call: dict, name: str, value) -> dict:
-    """The call with another value of a setting, where the caller has it: transformers warns of keywords beside a config."""
+def _with_field(target: PreTrainedModel, call: dict, name: str, value) -> dict:
+    """The call with another value of a setting, where the caller has it: transformers warns of keywords beside a config.
+
+    What a passed config leaves open comes from the target's own, so there a keyword is needed.
+    """
     config = call.get("generation_config")
-    if not isinstance(config, GenerationConfig) or not getattr(config, name) or name in call:
+    passed = isinstance(config, GenerationConfig) and getattr(config, name) and name not in call
+    if not passed or getattr(target.generation_config, name):
         return call | {name: value}
     config = copy.deepcopy(config)
     setattr(config, name, value)

@@ -113,6 +113,17 @@ def test_other_settings_and_repeated_ids_are_refused(tmp_path, target, tokenizer
         run(tmp_path, other, tokenizer, prompts_of(2))
     with pytest.raises(ValueError, match="several prompts have the id 'p-0'"):
         run(tmp_path / "x", target, tokenizer, prompts_of(1) * 2)
+    moved = answer_settings(
+        "elsewhere",
+        identify(target) | {"name": "elsewhere"},
+        tokenizer,
+        None,
+        {"max_new_tokens": 10, "do_sample": False},
+    )
+    source = LocalTarget(target, tokenizer, 10, {"do_sample": False}, 4)
+    assert (
+        regenerate(tmp_path, source, tokenizer, prompts_of(2), moved)["answers"] == 2
+    )  # another path to the same target
     edited = prompts_of(2)
     edited[1]["messages"][0]["content"] += " w7"
     with pytest.raises(ValueError, match="holds an answer to another prompt with the id 'p-1'"):
@@ -145,7 +156,8 @@ def test_answers_without_prompts_are_joined_with_them_by_id(tmp_path, target, to
     compact = tmp_path / "compact.jsonl"
     compact.write_text("".join(json.dumps({"id": r["id"], "answer_ids": r["answer_ids"]}) + "\n" for r in rows))
     messages = {row["id"]: row["messages"] for row in prompts_of(4)}
-    assert read_answers(compact, messages, tokenizer) == rows
+    joined = read_answers(compact, messages, tokenizer)
+    assert [row | {"messages_sha256": r["messages_sha256"]} for row, r in zip(joined, rows, strict=True)] == rows
     with pytest.raises(ValueError, match=r"compact.jsonl, line 1: row 'p-\d' has no `prompt_ids`"):
         read_answers(compact)
     compact.write_text('{"id": "p-0"}\n')

@@ -220,9 +220,8 @@ def test_the_pictures_of_the_docs_are_there():
 def test_the_picture_of_the_method_is_drawn_by_its_script(tmp_path):
     runpy.run_path(str(ROOT / "docs" / "method.py"))["draw"](tmp_path / "method.png")
     drawn, kept = (imread(folder / "method.png") for folder in (tmp_path, ROOT / "docs"))
-    assert (
-        drawn.shape == kept.shape and abs(drawn - kept).mean() < 0.01
-    )  # matplotlib's versions differ by edges of letters
+    # Edges of letters differ by version.
+    assert drawn.shape == kept.shape and (abs(drawn - kept) > 0.5).mean() < 0.002
 
 
 def test_the_space_is_complete_by_itself(tmp_path):

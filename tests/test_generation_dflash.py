@@ -276,6 +276,11 @@ def test_pitfall_2_3_stop_strings(drafts_of, smollm2_path, caplog):
         config.stop_strings, config.token_healing = None, True
         target.generate(ids, generation_config=config, tokenizer=tokenizer, assistant_model=drafter)
     assert torch.equal(text, expected) and config.token_healing and not caplog.records
+    config.stop_strings, config.token_healing = [stop], None
+    target.generation_config.stop_strings = [stop]  # the target's own too
+    assert torch.equal(
+        target.generate(ids, generation_config=config, tokenizer=tokenizer, assistant_model=drafter), expected
+    )
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)

@@ -243,6 +243,14 @@ def test_a_machine_that_speeds_up_is_noticed(table):
         assert seconds <= 1.03 * plain, seed
 
 
+def test_jitter_is_not_taken_for_a_machine_that_speeds_up():
+    """Half of the passes take 1.3 times as long as the others: plain rounds stay rare, and drafting pays as it does."""
+    jitter = lambda kind, count, generator: 1.3 if generator.random() < 0.5 else 1  # noqa: E731
+    for seed in range(8):
+        drafts = simulate("GPU, usual drafter", steady(0.8), DraftSchedule(8), seed, tokens=600, disturb=jitter)[2]
+        assert sum(n == 0 for n in drafts) < 0.1 * len(drafts), seed
+
+
 def test_times_that_grow_with_the_context():
     options = {"tokens": 1000, "growth": 0.0005}
     for table in ("GPU, usual drafter", "CPU, fast"):

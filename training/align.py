@@ -81,6 +81,7 @@ def align(options: TrainOptions, output: Path, command: str) -> str:
             write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
         write_card(folder)
     trained = ((read_record(options.drafter) or {}).get("result") or {}).get("evaluation") or {}
+    trained |= {f"acceptance_slot_{k}": share for k, share in enumerate(trained.get("acceptance_by_slot", []), start=1)}
     report = write_report(trained, before, after, better, options, command)
     write_text(output / "report.md", report)
     write_text(

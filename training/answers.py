@@ -3,12 +3,13 @@
 A folder of answers holds `settings.json` (which target, template, thinking mode and sampling), `answers.jsonl` and, where
 there are some, `failures.jsonl`. A row of `answers.jsonl` is one answer:
 
-    {"id": "gsm8k-17", "turn": 0, "prompt_ids": [...], "answer_ids": [...]}
+    {"id": "gsm8k-17", "turn": 0, "prompt_ids": [...], "answer_ids": [...], "messages_sha256": "..."}
 
 with the exact token ids, so the boundary between prompt and answer is exact. `prompt_ids` of a later turn hold the whole
 conversation so far, the target's own answers in it. An answer that does not end with an end token was cut at the limit.
 """
 
+import hashlib
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -116,7 +117,7 @@ def regenerate(
     drop_cut_line(output / "answers.jsonl")
     kept = read_answers(output / "answers.jsonl")
     answers = {(row["id"], row["turn"]): row["answer_ids"] for row in kept}
-    answered = {(row["id"], row["turn"]): row["prompt_ids"] for row in kept}
+    answered = {(row["id"], row["turn"]): row.get("messages_sha256") for row in kept}
     failures = []
     rows = list(prompts)
     random.Random(seed).shuffle(rows)  # so that an interrupted run holds a fair sample
@@ -134,7 +135,7 @@ def regenerate(
                 if turn >= len(row["messages"]):
                     continue
                 if key in answers:
-                    if turn == 0 and answered[key] != encode(tokenizer, row["messages"], [], thinking):
+                    if answered[key] not in (None, messages_digest(row["messages"][: turn + 1])):
                         raise ValueError(
                             f"{output} holds an answer to another prompt with the id {row['id']!r}; pass another --output, or "
                             "give the prompts ids of their own."
@@ -154,18 +155,20 @@ def regenerate(
                          f"{max_prompt_tokens}"}
                     )  # fmt: skip
                     continue
-                due.append((row["id"], prompt_ids))
+                due.append((row, prompt_ids))
             task = bar.add_task(f"turn {turn + 1}", total=len(due), speed=0.0)
             tokens = 0
             for batch in batches_by_length(due, source.batch_size):
                 results = source.answer([ids for _, ids in batch], seed + len(answers))
-                for (row_id, prompt_ids), ids in zip(batch, results):
+                for (prompt, prompt_ids), ids in zip(batch, results):
+                    row_id = prompt["id"]
                     if isinstance(ids, Exception) or not ids:
                         failures.append({"id": row_id, "turn": turn, "reason": f"no answer: {ids}"})
                         continue
                     answers[row_id, turn] = ids
                     tokens += len(ids)
                     row = {"id": row_id, "turn": turn, "prompt_ids": prompt_ids, "answer_ids": ids}
+                    row["messages_sha256"] = messages_digest(prompt["messages"][: turn + 1])
                     file.write(json.dumps(row, separators=(",", ":")) + "\n")
                 file.flush()
                 bar.advance(task, len(batch))
@@ -175,6 +178,11 @@ def regenerate(
     return {
         "answers": len(answers), "answer_tokens": sum(len(ids) for ids in answers.values()), "failures": len(failures)
     }  # fmt: skip
+
+
+def messages_digest(messages: list[dict]) -> str:
+    """Of what the user wrote; a template may write more, such as the date."""
+    return hashlib.sha256(json.dumps([m["content"] for m in messages]).encode()).hexdigest()[:16]
 
 
 def encode(tokenizer, messages: list[dict], answers: list[list[int]], thinking: bool | None) -> list[int]:
@@ -266,7 +274,7 @@ def _open_folder(output: Path, settings: dict):
         before = read_json(path)
         changed = [name for name in settings if before.get(name) != settings[name]]
         if before.get("identity") and settings["identity"] and same_target(before["identity"], settings["identity"]):
-            changed = [name for name in changed if name != "identity"]  # loaded from another path
+            changed = [name for name in changed if name not in ("identity", "target")]  # another path to it
         if changed:
             raise ValueError(
                 f"{output} holds answers made with other {', '.join(changed)}: found {[before.get(n) for n in changed]}, now "

@@ -68,7 +68,10 @@ def regenerate(
     prompts: Annotated[list[str], Option(help="JSONL file of prompts, or a data set: NAME or NAME:SPLIT; repeatable.")],
     output: Annotated[Path, Option(help="Folder of the answers; an interrupted one is continued.")],
     target: Annotated[str | None, Option(help="Repository or folder. Default: SmolLM2-135M-Instruct.")] = None,
-    server: Annotated[str | None, Option(help="An OpenAI-compatible server that serves the target.")] = None,
+    server: Annotated[
+        str | None,
+        Option(help="An OpenAI-compatible server that serves the target; it is sent OPENAI_API_KEY, if set."),
+    ] = None,
     model: Annotated[str | None, Option(help="The server's model, where it serves several.")] = None,
     column: Annotated[
         str | None, Option(help="Column of a data set with the prompt's text. Default: messages.")

@@ -41,8 +41,14 @@ def _fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 def same_target(one: dict, other: dict) -> bool:
     """Whether two records are of one target in one dtype, whatever path it was loaded from. Older ones have no `buffers`."""
+    return not differences(one, other)
+
+
+def differences(one: dict, other: dict) -> list[str]:
+    """What tells two targets apart, with both values."""
     names = ("class", "dtype", "weights") + (("buffers",) if "buffers" in one and "buffers" in other else ())
-    return all(one[name] == other[name] for name in names)
+    called = {"buffers": "RoPE or other buffers"}
+    return [f"{called.get(name, name)} {one[name]}, here {other[name]}" for name in names if one[name] != other[name]]
 
 
 def has_thinking_modes(tokenizer) -> bool:

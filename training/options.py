@@ -69,6 +69,8 @@ def resolved(options: TrainOptions) -> TrainOptions:
         raise ValueError("--patience needs evaluations: raise --eval-prompts above 0.")
     if options.vocabulary not in ("full", "answers"):
         raise ValueError(f"--vocabulary {options.vocabulary!r} is neither full nor answers.")
+    if options.trained_length is not None and options.yarn is None:
+        raise ValueError("--trained-length says from where --yarn stretches: pass both.")
     if options.drafter is None:
         if options.yarn is not None:
             raise ValueError("--yarn stretches the RoPE of a trained drafter: pass it with --drafter.")

@@ -1,7 +1,7 @@
 """`dflash-hub train`: from answers of a target to a drafter for it, a complete Hub folder.
 
 A run's folder holds `run.yaml` (every option as resolved), `start/` (the untrained drafter), `checkpoints/`, `log.jsonl`,
-`curves.png`, and in the end `drafter/`: the best checkpoint by real acceptance, in bfloat16, with its record and card.
+`curves.png`, and in the end `drafter/`: the best checkpoint by the acceptance of its rounds, in bfloat16, with its record and card.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ from .answers import read_answers
 from .check import read_record
 from .data import Collator, PackedRows, document_key, split_held_out, usable_rows
 from .features import FeatureCache, check_teacher, checksum, feature_layers, tapped_features
-from .identity import has_thinking_modes, identify, same_target, template_fingerprint
+from .identity import differences, has_thinking_modes, identify, same_target, template_fingerprint
 from .losses import BlockLoss, ReducedHead, gamma_of
 from .options import TrainOptions, resolved
 from .trainer import DFlashTrainer, checkpoint_activations, evaluate
@@ -280,11 +280,10 @@ def check_answerer(path: Path, settings: dict, identity: dict):
     """ValueError where answers are seen to be another target's; a warning where that cannot be seen."""
     made = settings["identity"]
     if made and (made["class"] != identity["class"] or made["dtype"] == identity["dtype"]):
-        if not same_target(made, identity):
+        if found := differences(made, identity):
             raise ValueError(
-                f"{path} was answered by a target with other weights ({made['class']} {made['weights']}, here {identity['class']} "
-                f"{identity['weights']}). A drafter learns its target's own words: make the answers again, or pass these as "
-                "--rehearsal."
+                f"{path} was answered by another target ({'; '.join(found)}); make the answers again. Old ones can be trained on "
+                "beside them, as --rehearsal."
             )
     else:
         by = f"in {made['dtype']}" if made else "through a server"
