@@ -228,6 +228,7 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
         (["--answers", "a.jsonl", "--loss", "mse"], "no loss 'mse'; there are ce, dpace, kl, tv"),
         (["--answers", "a.jsonl", "--argument", "warmup"], "--argument 'warmup' is not NAME=VALUE"),
         (["--answers", "a.jsonl", "--argument", "wamup_steps=3"], "['wamup_steps'] are no fields of"),
+        (["--answers", "a.jsonl", "--optimizer", "sgd"], "--optimizer 'sgd' is neither muon nor adamw"),
         (["--answers", "a.jsonl", "--vocabulary", "some"], "--vocabulary 'some' is neither full nor answers"),
         (["--answers", "a.jsonl", "--gamma", "4"], "dpace has weights of its own"),
         (["--answers", "a.jsonl", "--eval-prompts", "0", "--patience", "2"], "--patience needs evaluations"),

@@ -36,6 +36,7 @@ from dflash_hub.training.data import (
 from dflash_hub.training.features import FeatureCache, tapped_features
 from dflash_hub.training.identity import identify
 from dflash_hub.training.losses import BlockLoss, ReducedHead, chunked_sum, default_gamma, dpace_weights, slot_weights
+from dflash_hub.training.optimizer import MuonAdamW
 from dflash_hub.training.options import TrainOptions
 from dflash_hub.training.train import long_context, warm_drafter
 from dflash_hub.training.trainer import DFlashTrainer, checkpoint_activations
@@ -397,7 +398,9 @@ def answers_of(target, count: int, prompt: int = 6, answer: int = 24) -> list[di
     return rows
 
 
-def trainer_of(tmp_path, target, drafter, rows, held_out, loss="ce", cache=None, pack_length=None, **arguments):
+def trainer_of(
+    tmp_path, target, drafter, rows, held_out, loss="ce", cache=None, pack_length=None, muon=False, **arguments
+):
     fields = {
         "output_dir": str(tmp_path), "max_steps": 20, "per_device_train_batch_size": 4, "learning_rate": 3e-3,
         "lr_scheduler_type": "cosine", "remove_unused_columns": False, "label_names": [], "report_to": "none", "use_cpu": True,
@@ -405,7 +408,7 @@ def trainer_of(tmp_path, target, drafter, rows, held_out, loss="ce", cache=None,
     }  # fmt: skip
     return DFlashTrainer(
         drafter, target, TrainingArguments(**fields | arguments), PackedRows(rows, pack_length, 0), Collator(cache),
-        BlockLoss(loss, 4.0), 8, held_out, 2, 24,
+        BlockLoss(loss, 4.0), 8, held_out, 2, 24, muon=muon,
     )  # fmt: skip
 
 
@@ -489,12 +492,15 @@ def half_trained(target, answers) -> DFlashDraftModel:
     return _half_trained["drafter"]
 
 
+@pytest.mark.parametrize("muon", [False, True])
 @pytest.mark.parametrize(("rows", "batch", "accumulate", "stop"), [(8, 4, 2, 10), (7, 2, 1, 6), (5, 1, 2, 4)])
-def test_pitfall_82_resumed_training_equals_uninterrupted(tmp_path, target, answers, rows, batch, accumulate, stop):
+def test_pitfall_82_resumed_training_equals_uninterrupted(
+    tmp_path, target, answers, rows, batch, accumulate, stop, muon
+):
     """In the middle of an epoch, and where batches do not divide: same losses, same weights."""
     fields = {
         "gradient_accumulation_steps": accumulate, "per_device_train_batch_size": batch, "max_steps": 2 * stop,
-        "save_steps": stop,
+        "save_steps": stop, "muon": muon,
     }  # fmt: skip
     data = (vary(answers[:rows]), answers[8:])
     whole = trainer_of(tmp_path / "whole", target, tiny_drafter(), *data, **fields)
@@ -511,6 +517,35 @@ def test_pitfall_82_resumed_training_equals_uninterrupted(tmp_path, target, answ
         assert one.equal(other), name
     counts = [[e["anchors"] for e in t.state.log_history if "anchors" in e] for t in (whole, second)]
     assert counts[0] == counts[1] and counts[0][-1] > 0
+
+
+def test_muon_takes_matrices_and_adamw_the_rest():
+    """Each is torch's own, with the schedule's learning rate; a matrix's step is orthogonal up to its size."""
+    drafter, twin = tiny_drafter(seed=3), tiny_drafter(seed=3)
+    gradients = {
+        name: torch.randn(p.shape, generator=generator(i)) for i, (name, p) in enumerate(drafter.named_parameters())
+    }
+    for model in (drafter, twin):
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name].clone()
+    settings = {"weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+    both = MuonAdamW(drafter.parameters(), 1e-3, **settings)
+    schedule = torch.optim.lr_scheduler.LambdaLR(both, lambda step: 1.0 if step == 0 else 0.5)
+    alone = [
+        torch.optim.Muon([p for p in twin.parameters() if p.ndim == 2], 1e-3, 0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([p for p in twin.parameters() if p.ndim != 2], 1e-3, **settings),
+    ]
+    before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
+    for step in range(3):
+        both.step()
+        schedule.step()
+        for optimizer in alone:
+            optimizer.step()
+            for group in optimizer.param_groups:
+                group["lr"] = 5e-4
+    for (name, one), (_, other) in zip(drafter.named_parameters(), twin.named_parameters()):
+        assert one.equal(other) and not one.equal(before[name]), name
+    assert len(both.state_dict()["state"]) == len(before)
 
 
 def vary(rows: list[dict]) -> list[dict]:

@@ -216,6 +216,7 @@ def train(
     max_steps: Annotated[int, Option(help="Steps instead of epochs.")] = DEFAULT["max_steps"],
     batch_size: Annotated[int, Option(min=1, help="Rows a step and process.")] = DEFAULT["batch_size"],
     accumulate: Annotated[int, Option(min=1, help="Batches an optimizer step.")] = DEFAULT["accumulate"],
+    optimizer: Annotated[str, Option(help="muon (AdamW for the norms), or adamw.")] = DEFAULT["optimizer"],
     learning_rate: Annotated[float, Option(min=0.0, help="Peak of a cosine schedule.")] = DEFAULT["learning_rate"],
     warmup: Annotated[float, Option(min=0.0, max=1.0, help="Share of steps.")] = DEFAULT["warmup"],
     attention: Annotated[str | None, Option(help="sdpa, eager or flex_attention. Default: flex on CUDA.")] = None,

@@ -43,6 +43,7 @@ class TrainOptions:
     max_steps: int = -1
     batch_size: int = 4
     accumulate: int = 1
+    optimizer: str = "muon"  # or "adamw"
     learning_rate: float = 6e-4
     warmup: float = 0.04
     attention: str | None = None  # None: flex on CUDA, SDPA elsewhere
@@ -67,6 +68,8 @@ def resolved(options: TrainOptions) -> TrainOptions:
         raise ValueError("--gamma is the decay of ce, kl and tv; dpace has weights of its own.")
     if options.patience is not None and not options.eval_prompts:
         raise ValueError("--patience needs evaluations: raise --eval-prompts above 0.")
+    if options.optimizer not in ("muon", "adamw"):
+        raise ValueError(f"--optimizer {options.optimizer!r} is neither muon nor adamw.")
     if options.vocabulary not in ("full", "answers"):
         raise ValueError(f"--vocabulary {options.vocabulary!r} is neither full nor answers.")
     if options.trained_length is not None and options.yarn is None:

@@ -64,6 +64,9 @@ VARIANTS = [
     Variant("twice the learning rate", {"learning_rate": 1.2e-3}),
     Variant("16 anchors", {"num_anchors": 16}),
     Variant("base, seed 1", {"seed": 1}),
+    Variant("Muon", {"optimizer": "muon"}),
+    Variant("Muon, 1.2e-3", {"optimizer": "muon", "learning_rate": 1.2e-3}),
+    Variant("Muon and D-PACE", {"optimizer": "muon", "loss": "dpace"}),
 ]
 
 
@@ -107,7 +110,7 @@ def run_variant(variant: Variant, base: TrainOptions, target, training, held_out
             arguments.save_strategy = arguments.eval_strategy = "no"
             made = OrderingTrainer(
                 drafter, target, arguments, PackedRows(training, None, options.seed), Collator(cache), loss,
-                options.num_anchors, held_out, 0, 8, reduced_head=reduced,
+                options.num_anchors, held_out, 0, 8, reduced_head=reduced, muon=options.optimizer == "muon",
             )  # fmt: skip
             made.fixed_blocks = variant.fixed_blocks
             return made
@@ -171,7 +174,7 @@ def main(
         target=target or smollm2()[0], answers=answers, output=str(output), prompts=[prompt_source(p) for p in prompts or []],
         layers=layers, block_size=8, from_target_layers=True, loss="ce", num_anchors=32, vocabulary="answers",
         features=str(output / "features"), dtype="bfloat16", bf16=True, max_length=800, learning_rate=6e-4,
-        batch_size=2,  # many small steps: what a lever does shows early
+        optimizer="adamw", batch_size=2,  # many small steps: what a lever does shows early
     )  # fmt: skip
     loaded, tokenizer = load_target(base.target, base.dtype)
     found, _, _ = load_rows(answers, base, tokenizer)

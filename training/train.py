@@ -120,7 +120,7 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=options.patience))
     trainer = DFlashTrainer(
         drafter, target, arguments, dataset, Collator(cache, width), loss, options.num_anchors, held_out,
-        options.eval_prompts, options.eval_new_tokens, greedy_answers=greedy, reduced_head=reduced_head,
+        options.eval_prompts, options.eval_new_tokens, greedy_answers=greedy, reduced_head=reduced_head, muon=options.optimizer == "muon",
         callbacks=callbacks,
     )  # fmt: skip
     if trainer.is_world_process_zero():
@@ -384,7 +384,7 @@ def fill_cache(folder: str, identity: dict, target, drafter, loss: BlockLoss, ro
 
 
 def training_arguments(options: TrainOptions, num_packs: int, output: Path, fixed: bool = False) -> TrainingArguments:
-    """The paper's recipe (section 5.1: AdamW, cosine, warm-up, clipping) in transformers' terms."""
+    """The paper's recipe (section 5.1: cosine, warm-up, clipping, and AdamW where `options.optimizer` says so)."""
     per_step = options.batch_size * options.accumulate * accelerate.PartialState().num_processes
     steps = options.max_steps if options.max_steps > 0 else math.ceil(options.epochs * math.ceil(num_packs / per_step))
     every = max(1, steps // max(1, options.evaluations))

@@ -15,6 +15,7 @@ from .data import Collator, PackedRows, document_features, placed, rows_of
 from .evaluation import generate, replay
 from .features import feature_layers
 from .losses import BlockLoss, ReducedHead, chunked_sum
+from .optimizer import MuonAdamW
 
 # Slots whose logits exist at one time: on a vocabulary of 150 thousand, 1.2 GB in float32.
 CHUNK_SLOTS = 2048
@@ -56,6 +57,7 @@ class DFlashTrainer(Trainer):
         eval_prompts: how many of the held-out prompts are answered in real generation, up to `eval_new_tokens`.
         greedy_answers: whether the held-out answers are the target's greedy ones, so that rounds can be replayed on them.
         reduced_head: to train on a part of the vocabulary.
+        muon: the optimizer of matrices; else it is that of `args`, AdamW.
     """
 
     def __init__(
@@ -72,13 +74,14 @@ class DFlashTrainer(Trainer):
         eval_new_tokens: int,
         greedy_answers: bool = True,
         reduced_head: ReducedHead | None = None,
+        muon: bool = False,
         **kwargs,
     ):
         super().__init__(
             drafter, args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=held_out, **kwargs
         )
         self.target = target.requires_grad_(False).eval()
-        self.block_size = drafter.config.block_size
+        self.block_size, self.muon = drafter.config.block_size, muon
         self.block_loss, self.num_anchors, self.reduced_head = loss, num_anchors, reduced_head
         self.held_out, self.eval_new_tokens, self.greedy_answers = held_out, eval_new_tokens, greedy_answers
         self.eval_rows = [row for row in held_out if row["turn"] == 0][:eval_prompts]
@@ -96,6 +99,14 @@ class DFlashTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset=None):
         return LengthGroupedBatches(self.train_dataset, self.args.train_batch_size, self.args.seed)
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None and self.muon:
+            args, model = self.args, self.model if model is None else model
+            self.optimizer = MuonAdamW(
+                model.parameters(), args.learning_rate, args.weight_decay, (args.adam_beta1, args.adam_beta2), args.adam_epsilon
+            )  # fmt: skip
+        return super().create_optimizer(model)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """The batches of an optimizer step, their blocks drawn, and what the step's loss is divided by: the weights of all

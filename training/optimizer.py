@@ -1,0 +1,44 @@
+"""Muon for the drafter's matrices, AdamW for its norms, as the one optimizer that `Trainer` knows."""
+
+import torch
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon orthogonalises the momentum of a matrix, so all directions of it learn alike (torch.optim.Muon; Jordan et al.).
+
+    Its steps are scaled to the size of AdamW's, so one learning rate serves both.
+
+    Args:
+        parameters: of the drafter; those with two dimensions go to Muon.
+        lr, weight_decay: of both.
+        betas, eps: of AdamW.
+    """
+
+    def __init__(self, parameters, lr: float, weight_decay: float, betas: tuple[float, float], eps: float):
+        parameters = [p for p in parameters if p.requires_grad]
+        matrices, others = [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]
+        self.parts = [
+            torch.optim.Muon(matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr, betas, eps, weight_decay),
+        ]
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self):
+        """Parameter groups and state are the same objects here and in the parts, for schedulers and checkpoints."""
+        for part, group in zip(self.parts, self.param_groups):
+            part.state, part.param_groups = self.state, [group]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict):
+        super().load_state_dict(state_dict)
+        self._share()
