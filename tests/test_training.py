@@ -536,7 +536,7 @@ def test_muon_takes_matrices_and_adamw_the_rest():
         torch.optim.AdamW([p for p in twin.parameters() if p.ndim != 2], 1e-3, **settings),
     ]
     before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
-    for step in range(3):
+    for _ in range(3):
         both.step()
         schedule.step()
         for optimizer in alone:
