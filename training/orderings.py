@@ -57,7 +57,7 @@ VARIANTS = [
     Variant("block 16, served at 8", {"block_size": 16}, serve_block=8),
     Variant("KL", {"loss": "kl"}),
     Variant("TV + CE", {"loss": "tv"}),
-    Variant("fresh weights", {"from_target_layers": False}),
+    Variant("from the target's layers", {"from_target_layers": True}),
     Variant("five layers", {"layers": 5}),
     Variant("full vocabulary", {"vocabulary": "full"}),
     Variant("half the learning rate", {"learning_rate": 3e-4}),
@@ -172,7 +172,7 @@ def main(
         raise ValueError(f"--variant {unknown[0]!r} is none of {', '.join(known.name for known in VARIANTS)}.")
     base = TrainOptions(
         target=target or smollm2()[0], answers=answers, output=str(output), prompts=[prompt_source(p) for p in prompts or []],
-        layers=layers, block_size=8, from_target_layers=True, loss="ce", num_anchors=32, vocabulary="answers",
+        layers=layers, block_size=8, loss="ce", num_anchors=32, vocabulary="answers",
         features=str(output / "features"), dtype="bfloat16", bf16=True, max_length=800, learning_rate=6e-4,
         optimizer="adamw", batch_size=2,  # many small steps: what a lever does shows early
     )  # fmt: skip
