@@ -318,6 +318,7 @@ def align(
     features: Annotated[
         str | None, Option(help="Folder to keep the target's features in. Default: made in the step.")
     ] = None,
+    optimizer: Annotated[str, Option(help="adamw, or muon.")] = "adamw",
     learning_rate: Annotated[float, Option(min=0.0, help="Peak of a cosine schedule.")] = 3e-4,
     held_out: Annotated[int, Option(min=1, help="Prompts kept for evaluation.")] = DEFAULT["held_out"],
     eval_prompts: Annotated[int, Option(min=1, help="Of these, answered in real generation.")] = DEFAULT[

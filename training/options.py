@@ -44,7 +44,7 @@ class TrainOptions:
     batch_size: int = 4
     accumulate: int = 1
     optimizer: str = "muon"  # or "adamw"
-    learning_rate: float = 6e-4
+    learning_rate: float = 1e-3
     warmup: float = 0.04
     attention: str | None = None  # None: flex on CUDA, SDPA elsewhere
     dtype: str = "float32"  # of the target
