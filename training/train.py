@@ -61,6 +61,10 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
     # All that can be wrong with the options comes before anything is written.
     check_environment()
     options = resolved(options)
+    if options.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
+        raise ValueError(
+            f"--optimizer muon needs torch 2.9 or newer, this is {torch.__version__}; pass --optimizer adamw."
+        )
     output, state = Path(options.output), accelerate.PartialState()
     target, tokenizer = load_target(options.target, options.dtype)
     identity = identify(target)
