@@ -19,7 +19,7 @@ from ..cli import run_plainly
 from ..convert.folders import new_folder
 from ..demo.smollm2 import smollm2
 from ..training.options import TrainOptions
-from ..training.train import load_rows
+from ..training.train import load_rows, prompts_by_id
 from .prompts import prompt_source
 
 
@@ -53,7 +53,7 @@ def main(
     tokenizer = AutoTokenizer.from_pretrained(target)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     options = TrainOptions(target, answers, str(output), prompts=[prompt_source(p) for p in prompts or []])
-    found, _, _ = load_rows(answers, options, tokenizer)
+    found, _, _ = load_rows(answers, prompts_by_id(options), options, tokenizer)
     found = [row for row in found if row["id"].startswith(only)]
     if not found:
         raise ValueError(f"--only {only!r} leaves no answer to tune on.")

@@ -3,17 +3,9 @@
 from statistics import mean
 
 from dflash_hub.schedule_dflash import DraftSchedule
-from test_schedule_dflash import TABLES, best_fixed, mean_auto, simulate, steady, switch
+from test_schedule_dflash import DRAFTERS, TABLES, best_fixed, mean_auto, simulate, steady
 
 SEEDS, LONG_SEEDS = range(30), range(10)
-DRAFTERS = {
-    "useless": steady(0.0),
-    "poor": steady(0.15),
-    "middling": steady(0.4),
-    "good, then useless": switch(100, 0.8, 0.0),
-    "useless, then good": switch(100, 0.0, 0.8),
-    "sure after an unsure first": lambda position, slot: 0.9 if slot else 0.4,
-}
 
 
 def second_call(table, acceptance, seed):

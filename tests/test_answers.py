@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 import types
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -219,18 +220,25 @@ class FakeEngine(BaseHTTPRequestHandler):
         return self._send({"choices": [choice]})
 
 
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]):
+    """A server on this machine; yields its address."""
+    server = HTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+
+
 @pytest.mark.parametrize("token_ids", [True, False])
 def test_a_server_answers_with_ids_or_text(tmp_path, target, tokenizer, token_ids, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
     FakeEngine.token_ids = token_ids
-    server = HTTPServer(("127.0.0.1", 0), FakeEngine)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        engine = Server(f"http://127.0.0.1:{server.server_port}/v1", None)
+    with serving(FakeEngine) as url:
+        engine = Server(url, None)
         source = RemoteTarget(engine, tokenizer, 10, {"do_sample": False}, 3)
         counts = run(tmp_path, target, tokenizer, prompts_of(7), source)
-    finally:
-        server.shutdown()
     rows = read_answers(tmp_path / "answers.jsonl")
     assert {tuple(row["answer_ids"]) for row in rows} == {(8, 9, END)}
     assert source.retokenized == (0 if token_ids else len(rows))
@@ -242,17 +250,13 @@ def test_odd_answers_of_a_server_are_failures_of_their_rows(tmp_path, target, to
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
     FakeEngine.token_ids = True
     monkeypatch.setattr(FakeEngine, "odd", [{"choices": None}, {"choices": [{"text": None}]}, {"choices": [3]}, {}])
-    server = HTTPServer(("127.0.0.1", 0), FakeEngine)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        engine = Server(f"http://127.0.0.1:{server.server_port}/v1", None)
+    with serving(FakeEngine) as url:
+        engine = Server(url, None)
         source = RemoteTarget(engine, tokenizer, 10, {"do_sample": False}, 3)
         counts = run(tmp_path, target, tokenizer, prompts_of(8), source)
         odd = (tmp_path / "failures.jsonl").read_text().count("without a choice that has a text")
         assert odd == 4 and counts["answers"] == 8 - counts["failures"] > 0
         again = run(tmp_path, target, tokenizer, prompts_of(8), source)
-    finally:
-        server.shutdown()
     assert again["answers"] == counts["answers"] + 4
 
 
@@ -298,10 +302,6 @@ def test_a_server_that_answers_no_json_is_named():
             self.end_headers()
             self.wfile.write(b"<html>hello</html>")
 
-    server = HTTPServer(("127.0.0.1", 0), Page)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with serving(Page) as url:
         with pytest.raises(ValueError, match=r"http://127.0.0.1:\d+/v1/models answered no JSON: '<html>hello"):
-            Server(f"http://127.0.0.1:{server.server_port}/v1", None)
-    finally:
-        server.shutdown()
+            Server(url, None)

@@ -655,7 +655,7 @@ def test_pitfall_80_answers_of_another_thinking_mode_or_template_are_refused(tmp
     identity = identify(tiny_target("llama"))
 
     def load(tokenizer=tokenizer):
-        return load_rows(options.answers, options, tokenizer, identity)
+        return load_rows(options.answers, {}, options, tokenizer, identity)
 
     rows, _, greedy = load()
     assert len(rows) == 1 and greedy

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import itertools
+import logging
 import types
 
 import pytest
@@ -256,8 +257,7 @@ def test_max_time_stops_where_plain_does(kind, drafts_of, monkeypatch):
     assert drafter.last_speculation.num_accepted > 0 or kind == "random"
 
 
-def test_pitfall_2_3_stop_strings(drafts_of, smollm2_path, caplog):
-    transformers.logging.enable_propagation()
+def test_pitfall_2_3_stop_strings(drafts_of, smollm2_path, caplog, monkeypatch):
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_path)
     target = tiny_target("llama", vocab_size=49152)
     drafter, ids = tiny_drafter(vocab_size=49152), prompt_of(10)
@@ -271,6 +271,7 @@ def test_pitfall_2_3_stop_strings(drafts_of, smollm2_path, caplog):
         greedy(target, ids, assistant_model=drafter, stop_strings=[stop])
 
     config = transformers.GenerationConfig(do_sample=False, max_new_tokens=20, stop_strings=[stop], pad_token_id=0)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     with caplog.at_level("WARNING", "transformers"):  # of keywords beside a config, which the caller did not pass
         text = target.generate(ids, generation_config=config, tokenizer=tokenizer, assistant_model=drafter)
         config.stop_strings, config.token_healing = None, True

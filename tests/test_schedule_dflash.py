@@ -56,6 +56,17 @@ def switch(at, before, after):
     return lambda position, slot: before if position < at else after
 
 
+# Where drafting may cost most: useless, poor and middling drafters, and those that change in the middle.
+DRAFTERS = {
+    "useless": steady(0.0),
+    "poor": steady(0.15),
+    "middling": steady(0.4),
+    "good, then useless": switch(100, 0.8, 0.0),
+    "useless, then good": switch(100, 0.0, 0.8),
+    "sure after an unsure first": lambda position, slot: 0.9 if slot else 0.4,
+}
+
+
 def simulate(
     table, acceptance, num_draft, seed, tokens=200, start=0, noise=0.03, disturb=None, growth=0.0, catch_up=0.002
 ):
@@ -115,15 +126,7 @@ def mean_auto(table, acceptance, block_size, seeds, memory=None, **options):
 @pytest.mark.parametrize("table", TABLES)
 def test_never_three_per_cent_above_plain(table, block_size):
     """Over 200 tokens, in every run: useless, poor and middling drafters, and those that change in the middle."""
-    drafters = {
-        "useless": steady(0.0),
-        "poor": steady(0.15),
-        "middling": steady(0.4),
-        "good, then useless": switch(100, 0.8, 0.0),
-        "useless, then good": switch(100, 0.0, 0.8),
-        "sure after an unsure first": lambda position, slot: 0.9 if slot else 0.4,
-    }
-    for name, acceptance in drafters.items():
+    for name, acceptance in DRAFTERS.items():
         for seed, noise in ((0, 0.0), (1, 0.03), (2, 0.03)):
             seconds, plain, drafts = simulate(table, acceptance, DraftSchedule(block_size), seed, noise=noise)
             assert seconds <= 1.03 * plain, (name, seed, noise, seconds / plain)

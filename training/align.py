@@ -23,7 +23,7 @@ from .data import split_held_out
 from .identity import has_thinking_modes
 from .losses import BlockLoss
 from .options import TrainOptions, resolved
-from .train import check_environment, load_rows, train, training_arguments, warm_drafter
+from .train import check_environment, load_rows, prompts_by_id, train, training_arguments, warm_drafter
 
 
 def check_alignment(options: TrainOptions, prompts: list[dict]) -> TrainOptions:
@@ -48,7 +48,7 @@ def check_alignment(options: TrainOptions, prompts: list[dict]) -> TrainOptions:
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     if options.thinking is None and has_thinking_modes(tokenizer):
         options = dataclasses.replace(options, thinking=drafter.config.target_thinking)
-    load_rows(options.rehearsal, options, tokenizer)
+    load_rows(options.rehearsal, prompts_by_id(options), options, tokenizer)
     return options
 
 

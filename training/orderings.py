@@ -31,7 +31,7 @@ from .evaluation import replay
 from .identity import identify
 from .losses import BlockLoss, ReducedHead, gamma_of
 from .options import TrainOptions
-from .train import fill_cache, fresh_drafter, load_rows, load_target, training_arguments
+from .train import fill_cache, fresh_drafter, load_rows, load_target, prompts_by_id, training_arguments
 from .trainer import DFlashTrainer
 
 
@@ -177,7 +177,7 @@ def main(
         optimizer="adamw", batch_size=2,  # many small steps: what a lever does shows early
     )  # fmt: skip
     loaded, tokenizer = load_target(base.target, base.dtype)
-    found, _, _ = load_rows(answers, base, tokenizer)
+    found, _, _ = load_rows(answers, prompts_by_id(base), base, tokenizer)
     found, _ = usable_rows([row for row in found if row["id"].startswith(only)], base.max_length)
     random.Random(0).shuffle(found)
     training, measured = split_held_out(found[: rows + held_out], held_out, 0)

@@ -68,12 +68,13 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
     output, state = Path(options.output), accelerate.PartialState()
     target, tokenizer = load_target(options.target, options.dtype)
     identity = identify(target)
-    rows, files, greedy = load_rows(options.answers, options, tokenizer, identity)
+    prompts = prompts_by_id(options)
+    rows, files, greedy = load_rows(options.answers, prompts, options, tokenizer, identity)
     check_ids(rows, embedding_rows(target))
     rows, dropped = usable_rows(rows, options.max_length)
     training, held_out = split_held_out(rows, options.held_out, options.seed)
     if options.rehearsal:
-        old, old_files, _ = load_rows(options.rehearsal, options, tokenizer)
+        old, old_files, _ = load_rows(options.rehearsal, prompts, options, tokenizer)
         check_ids(old, embedding_rows(target))
         old, _ = usable_rows([row for row in old if row["id"] not in {r["id"] for r in held_out}], options.max_length)
         random.Random(options.seed).shuffle(old)
@@ -230,17 +231,11 @@ def name_target(config: DFlashConfig, options: TrainOptions, identity: dict):
         config.target_revision = None
 
 
-def load_rows(
-    sources: list[str], options: TrainOptions, tokenizer, identity: dict | None = None
-) -> tuple[list[dict], list[dict], bool]:
-    """(rows, files, greedy): the answers, what they were read from, and whether they are known to be greedy ones.
-
-    Args:
-        identity: of the target, to refuse answers of another; None takes those of any with the same template and mode.
+def prompts_by_id(options: TrainOptions) -> dict[str, list[dict]]:
+    """Messages of the prompts that answers may name without repeating them.
 
     Raises:
-        ValueError: answers made with another chat template or thinking mode, or by another target; two answers to one turn;
-            or two prompts of one id.
+        ValueError: two prompts of one id.
     """
     prompts = {}
     for source in options.prompts:
@@ -249,6 +244,25 @@ def load_rows(
                 raise ValueError(
                     f"--prompts {source}: another prompt with the id {row['id']!r} was read before; make the ids unique."
                 )
+    return prompts
+
+
+def load_rows(
+    sources: list[str],
+    prompts: dict[str, list[dict]],
+    options: TrainOptions,
+    tokenizer,
+    identity: dict | None = None,
+) -> tuple[list[dict], list[dict], bool]:
+    """(rows, files, greedy): the answers, what they were read from, and whether they are known to be greedy ones.
+
+    Args:
+        prompts: see `prompts_by_id`.
+        identity: of the target, to refuse answers of another; None takes those of any with the same template and mode.
+
+    Raises:
+        ValueError: answers made with another chat template or thinking mode, or by another target; or two answers to one turn.
+    """
     rows, files, greedy = {}, [], []
     for source in map(Path, sources):
         path = source / "answers.jsonl" if source.is_dir() else source
