@@ -62,7 +62,8 @@ def generate(
     system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
     thinking: Annotated[
-        bool | None, typer.Option(help="Thinking mode of the target's template, where it has one.")
+        bool | None,
+        typer.Option(help="Thinking mode of the target's template. Default: what the drafter was made for."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
@@ -255,9 +256,9 @@ def push(
 def bench(
     output: Annotated[Path, typer.Option(help="Folder of the run; an interrupted one is resumed.")],
     prompts: Annotated[list[str] | None, typer.Option(help="A set by name, a JSONL file, or demo; repeatable.")] = None,
-    methods: Annotated[str, typer.Option(help="plain, lookup, assistant, native, zlab, ours, ours-N, ceiling-P.")] = (
-        "plain,lookup,native,ours"
-    ),
+    methods: Annotated[
+        str, typer.Option(help="plain, lookup, assistant, native, zlab, ours, ours-N, ours-auto, ceiling-P.")
+    ] = ("plain,lookup,native,ours"),
     target: Annotated[str | None, typer.Option(help="Repository or folder. Default: SmolLM2-135M-Instruct.")] = None,
     drafter: Annotated[str | None, typer.Option(help="Repository or folder. Default: the shipped one.")] = None,
     assistant: Annotated[str | None, typer.Option(help="An ordinary small model, for the method assistant.")] = None,
@@ -271,7 +272,8 @@ def bench(
     seed: Annotated[int, typer.Option(help="Seed of the choice of prompts and of sampling.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     thinking: Annotated[
-        bool | None, typer.Option(help="Thinking mode of the target's template, where it has one.")
+        bool | None,
+        typer.Option(help="Thinking mode of the target's template. Default: what the drafter was made for."),
     ] = None,
     compare: Annotated[Path | None, typer.Option(help="Folder of an earlier run: what moved beyond noise?")] = None,
     server: Annotated[str | None, typer.Option(help="Measure a running OpenAI-compatible server instead.")] = None,

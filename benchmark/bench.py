@@ -56,6 +56,8 @@ class Bench:
         )
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         self.settings = {"max_new_tokens": max_new_tokens, **sampling}
+        if thinking is None and self.drafter is not None:
+            thinking = self.drafter.config.target_thinking  # in another mode it would accept little
         self.thinking = thinking
         self._zlab = None
 

@@ -1,4 +1,4 @@
-"""PNG plots of a benchmark folder: speed-up by set, acceptance by slot, where a round's time goes, speed-up by context."""
+"""PNG plots of a benchmark folder: speed-up by set, acceptance by slot, where a call's time goes, speed-up by context and rows."""
 
 from collections import defaultdict
 from pathlib import Path

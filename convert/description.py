@@ -13,6 +13,7 @@ from .reading import LAYOUTS, OURS, Drafter
 from .zlab import DRAFTING, scales
 
 HERE = Path(__file__).parent.parent
+AUTO_MAP = {"AutoConfig": "configuration_dflash.DFlashConfig", "AutoModel": "modeling_dflash.DFlashDraftModel"}
 
 
 def describe(drafter: Drafter) -> str:
@@ -110,23 +111,29 @@ def oddities(drafter: Drafter) -> list[str]:
     if config.sliding_window is not None and config.sliding_window < config.block_size:
         found.append(f"the window {config.sliding_window} is shorter than a block")
     if drafter.layout == OURS:
-        changed = [path.name for path in sorted(folder.glob("*_dflash.py")) if _differs(path)]
-        generate = folder / "custom_generate" / "generate.py"
-        if generate.is_file() and generate.read_text(encoding="utf-8") != custom_generate_source():
-            changed.append("custom_generate/generate.py")
-        if changed:
+        if changed := _foreign_code(folder):
             found.append(
                 f"code that differs from the installed dflash-hub's: {', '.join(changed)}; dflash-hub import writes the folder "
                 "anew"
             )
+        if (auto_map := drafter.checkpoint.config.get("auto_map")) not in (None, AUTO_MAP):
+            found.append(f"config.json names other code to load with trust_remote_code, auto_map is {auto_map}")
         if not (folder / RECORD).is_file():
             found.append(f"no {RECORD}: how it was trained is not recorded")
     return found
 
 
-def _differs(path: Path) -> bool:
-    mine = HERE / path.name
-    return not mine.is_file() or path.read_bytes() != mine.read_bytes()
+def _foreign_code(folder: Path) -> list[str]:
+    """Python files that loading with `trust_remote_code` can reach and that are not the installed package's."""
+
+    def differs(path: Path) -> bool:
+        if path.parent != folder:
+            return path.name != "generate.py" or path.read_text(encoding="utf-8") != custom_generate_source()
+        mine = HERE / path.name
+        return not mine.is_file() or path.read_bytes() != mine.read_bytes()
+
+    found = [*sorted(folder.glob("*.py")), *sorted(folder.glob("custom_generate/*.py"))]
+    return [path.relative_to(folder).as_posix() for path in found if differs(path)]
 
 
 def mapping(lines: list[tuple[str, str]], config) -> str:

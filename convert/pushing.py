@@ -12,7 +12,7 @@ from .reading import read_ours
 
 # What belongs to a drafter; a folder may hold more, from optimizer states to secrets.
 PATTERNS = (
-    "config.json", "*.safetensors", "model.safetensors.index.json", "*_dflash.py", "custom_generate/generate.py", "README.md",
+    "config.json", "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "*_dflash.py", "custom_generate/generate.py", "README.md",
     "LICENSE*", RECORD,
 )  # fmt: skip
 

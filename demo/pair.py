@@ -73,7 +73,12 @@ class Pair:
         self.drafter.to(self.device).eval()
 
     def encode(self, messages: list[dict[str, str]], **template):
-        """Model inputs of a chat, on the pair's device; `template` goes to the tokenizer's chat template."""
+        """Model inputs of a chat, on the pair's device, in the thinking mode that the drafter was made for, unless another is said.
+
+        `template` goes to the tokenizer's chat template.
+        """
+        mode = self.drafter.config.target_thinking
+        template = ({} if mode is None else {"enable_thinking": mode}) | template
         return self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=True, return_tensors="pt", **template
         ).to(self.device)

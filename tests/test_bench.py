@@ -21,7 +21,9 @@ from dflash_hub.benchmark.methods import make_method
 from dflash_hub.benchmark.prompts import SETS, load_prompts, read_prompts
 from dflash_hub.benchmark.server import Server, acceptance_length, measure_server
 from dflash_hub.cli import app
+from dflash_hub.demo.pair import Pair
 from test_init import save_target
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 METHODS = ["plain", "lookup", "assistant", "native", "ours", "ours-2", "ceiling-1.0", "ceiling-0.5"]
@@ -358,6 +360,28 @@ def test_turns_of_one_prompt_are_drawn_together(tmp_path):
     assert row["tau"] == report.bootstrap(firsts, report.tau_of)
     apart = report.bootstrap(turns, report.tau_of)
     assert row["tau"][2] - row["tau"][1] > 1.2 * (apart[2] - apart[1])
+
+
+@pytest.mark.parametrize("stated", [None, True])
+def test_pitfall_80_prompts_are_in_the_thinking_mode_of_the_drafter_unless_another_is_said(models, stated):
+    """A drafter accepts little in another mode than that of its training, so the default of the template is not asked."""
+    tokenizer = AutoTokenizer.from_pretrained(models / "target")
+    tokenizer.chat_template = (
+        "{{ 'w1 ' if enable_thinking is not defined or enable_thinking else 'w2 ' }}{{ messages[0].content }}"
+    )
+    tokenizer.save_pretrained(models / "target")
+    config = json.loads((models / "drafter" / "config.json").read_text())
+    (models / "drafter" / "config.json").write_text(json.dumps(config | {"target_thinking": False}))
+    bench = Bench(str(models / "target"), str(models / "drafter"), None, "float32", 4, 0.0, stated)
+    pair, messages = (
+        Pair(str(models / "target"), str(models / "drafter"), "float32"),
+        [{"role": "user", "content": "w5"}],
+    )
+    first = "w1" if stated else "w2"
+    assert tokenizer.decode(bench.inputs(messages)["input_ids"][0]).split() == [first, "w5"]
+    assert bench.thinking is bool(stated)
+    own = {} if stated is None else {"enable_thinking": stated}
+    assert tokenizer.decode(pair.encode(messages, **own)["input_ids"][0]).split() == [first, "w5"]
 
 
 def test_a_gpus_peak_is_by_method_and_a_processs_is_not():

@@ -135,11 +135,17 @@ def test_inspect_reads_every_format_and_says_what_is_odd(tmp_path):
     )
     drafter.save_pretrained(tmp_path / "ours")
     (tmp_path / "ours" / "target_dflash.py").write_text("changed\n")
+    (tmp_path / "ours" / "custom_generate" / "more.py").write_text("another's\n")
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    (tmp_path / "ours" / "config.json").write_text(
+        json.dumps(config | {"auto_map": {"AutoModel": "else--where.Model"}})
+    )
     text = describe(read_drafter(str(tmp_path / "ours")))
     for part in (
         "1 sliding (window 4), causal in the block, 1 full, bidirectional in the block", "no target is recorded",
         "the taps are not in order", "the mask token is also `pad_token_id`", "the window 4 is shorter than a block",
-        "code that differs from the installed dflash-hub's: target_dflash.py", "no training_record.json",
+        "code that differs from the installed dflash-hub's: target_dflash.py, custom_generate/more.py;",
+        "auto_map is {'AutoModel': 'else--where.Model'}", "no training_record.json",
         "VLLM_USE_V2_MODEL_RUNNER=1 vllm serve", "transformers' native class: no. `block_causal` is [True, False]",
         "attention biases", f"dflash-hub export {tmp_path / 'ours'} drafter-vllm --to vllm",
     ):  # fmt: skip

@@ -54,7 +54,8 @@ def test_the_readmes_commands_run_one_after_the_other(tmp_path, monkeypatch):
     tuned = tiny_target("qwen3", seed=3, num_hidden_layers=8)
     tuned.save_pretrained(tmp_path / "tuned")
     tiny_tokenizer(90).save_pretrained(tmp_path / "tuned")
-    write_prompts(tmp_path / "prompts.jsonl", len(prompts_of(8)))
+    for name in ("prompts.jsonl", "unseen.jsonl"):
+        write_prompts(tmp_path / name, len(prompts_of(8)))
     for preparation in (
         ("init", "--target", "target", "--output", "for-zlab", "--layers", 1, "--block-size", 4),
         ("export", "for-zlab", "zlab", "--to", "zlab"),

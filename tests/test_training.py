@@ -780,7 +780,7 @@ def test_short_training_fine_tuned_on_long_texts_accepts_at_long_prompts(tmp_pat
     options = TrainOptions("tiny", [], "", drafter=str(tmp_path / "short"), window=40, yarn=8.0)
     with pytest.raises(ValueError, match="does not record at what length it was trained"):
         warm_drafter(options)
-    (tmp_path / "short" / "training_record.json").write_text('{"recipe": {"max_length": 32}}')
+    (tmp_path / "short" / "training_record.json").write_text('{"data": {"longest_row": 32}}')
     longer = warm_drafter(options)
     assert longer.config.rope_parameters["original_max_position_embeddings"] == 32
     assert longer.config.rope_parameters["rope_type"] == "yarn" and longer.config.max_position_embeddings == 256

@@ -1,7 +1,8 @@
 """`dflash-hub check`: is this drafter right for this target, and if it accepts little, why?
 
-Faults of a drafter are silent: a tap that is off by one, another RoPE base, mask token or chat template load without a
-word and cost only speed. Each check here can find one of them; all run in seconds on a CPU.
+Faults of a drafter are silent: a tap that is off by one, another mask token or chat template load without a word
+and cost only speed. Each check here can find one of them (another RoPE base is remarked on, it may be meant); all run in seconds on a
+CPU.
 """
 
 import statistics

@@ -185,7 +185,8 @@ def train(
     window: Annotated[int | None, Option(min=2, help="Let all layers but the last slide.")] = None,
     yarn: Annotated[float | None, Option(min=1.0, help="Stretch the RoPE of --drafter by this factor.")] = None,
     trained_length: Annotated[
-        int | None, Option(min=2, help="Length that --yarn stretches from. Default: as the drafter's record says.")
+        int | None,
+        Option(min=2, help="Length that --yarn stretches from. Default: the longest text of the drafter's record."),
     ] = None,
     loss: Annotated[str, Option(help="ce, dpace, kl or tv.")] = DEFAULT["loss"],
     gamma: Annotated[
@@ -247,7 +248,7 @@ def train(
             typer.echo("(teacher-forced is higher than real: anchors at random meet long accepted runs more often)")
         typer.echo(
             f"wrote {output}/drafter, {output}/curves.png\n"
-            f"next: dflash-hub bench --target {values['target']} --drafter {output}/drafter --output bench-run"
+            f"next: dflash-hub bench --target {values['target']} --drafter {output}/drafter --prompts OTHERS --output bench-run"
         )
 
 
@@ -351,5 +352,5 @@ def align(
     typer.echo(run(options, output, typed_command()))
     typer.echo(
         f"wrote {output}/drafter and {output}/report.md\n"
-        f"next: dflash-hub bench --target {target} --drafter {output}/drafter --output bench-run"
+        f"next: dflash-hub bench --target {target} --drafter {output}/drafter --prompts OTHERS --output bench-run"
     )

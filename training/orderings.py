@@ -2,7 +2,7 @@
 
     python -m dflash_hub.training.orderings --answers answers --output orderings --seconds 60
 
-Every variant differs from the base in one thing, starts from the same seed, and trains for the same processor time (steps
+Every variant differs from the base as its name says, mostly in one thing, and trains for the same processor time (steps
 follow from the measured time of a step; batches, anchors and order are the same). Acceptance is that of greedy rounds
 replayed on held-out answers, see `evaluation`. Results are kept variant by variant, so a run can be interrupted.
 """

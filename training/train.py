@@ -44,7 +44,7 @@ from ..modeling_dflash import DFlashDraftModel
 from ..target_dflash import check_pair, embedding_rows
 from .answers import read_answers
 from .check import read_record
-from .data import Collator, PackedRows, document_key, split_held_out, usable_rows
+from .data import Collator, PackedRows, document_key, row_length, split_held_out, usable_rows
 from .features import FeatureCache, check_teacher, checksum, feature_layers, tapped_features
 from .identity import differences, has_thinking_modes, identify, same_target, template_fingerprint
 from .losses import BlockLoss, ReducedHead, gamma_of
@@ -150,6 +150,7 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
         name_target(drafter.config, options, identity)
         if has_thinking_modes(tokenizer):
             drafter.config.target_thinking = options.thinking
+        before = (longest_trained(options.drafter) if options.drafter is not None else None) or 0
         record = {
             "command": command,
             "data": {
@@ -160,6 +161,7 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
                 "chat_template_sha256": template_fingerprint(tokenizer),
                 "rows": len(training),
                 "answer_tokens": sum(len(row["answer_ids"]) for row in training),
+                "longest_row": max(*map(row_length, training), before),
                 "held_out": [row["id"] for row in held_out],
             },
             "recipe": {
@@ -348,7 +350,7 @@ def warm_drafter(options: TrainOptions) -> DFlashDraftModel:
         check_borrowed(found, options.target)
     trained_length = options.trained_length
     if options.yarn is not None and trained_length is None:
-        trained_length = ((read_record(options.drafter) or {}).get("recipe") or {}).get("max_length")
+        trained_length = longest_trained(options.drafter)
         if trained_length is None:
             raise ValueError(
                 f"{options.drafter} does not record at what length it was trained, from where --yarn stretches; pass --trained-length."
@@ -359,6 +361,11 @@ def warm_drafter(options: TrainOptions) -> DFlashDraftModel:
     drafter = DFlashDraftModel(config)
     drafter.load_state_dict({name: tensor.whole() for name, tensor in found.match.drafter.items()})
     return drafter
+
+
+def longest_trained(drafter: str) -> int | None:
+    """Tokens of the longest text that a drafter's record says it was trained on."""
+    return ((read_record(drafter) or {}).get("data") or {}).get("longest_row")
 
 
 def long_context(
