@@ -164,7 +164,9 @@ def main(
     seconds: Annotated[float, typer.Option(help="Processor time of a variant's training.")] = 360,
     layers: Annotated[int, typer.Option(help="Of the base.")] = 3,
     variant: Annotated[list[str] | None, typer.Option(help="By name; repeatable. Default: all.")] = None,
-    seed: Annotated[int, typer.Option(help="Of fresh weights, anchors and order; the subset stays. One folder a seed.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of fresh weights, anchors and order; the subset stays. One folder a seed.")
+    ] = 0,
 ):
     """Measure variants on one subset of answers."""
     unknown = sorted(set(variant or []) - {known.name for known in VARIANTS})
