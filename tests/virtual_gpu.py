@@ -2,7 +2,7 @@
 
 Its tensors say that they are on the device `virtual`; their values lie on the CPU, where every operation runs. As on a GPU, an
 operation on tensors of two devices is an error, and a copy has to be asked for. What makes the host wait for the device is counted.
-It is torch's own way to write a backend in Python (PrivateUse1), which is experimental: `available` says whether this torch has it.
+It is torch's own way to write a backend in Python (PrivateUse1), which is experimental, and stays for good in the process that imports this file.
 """
 
 import sys
@@ -15,11 +15,9 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-available = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
-if available and torch._C._get_privateuse1_backend_name() != "virtual":
-    backend_registration._setup_privateuseone_for_python_backend("virtual")
-    torch.virtual.get_amp_supported_dtype = lambda: [torch.bfloat16]
-DEVICE = torch.device("virtual", 0) if available else None
+backend_registration._setup_privateuseone_for_python_backend("virtual")
+torch.virtual.get_amp_supported_dtype = lambda: [torch.bfloat16]
+DEVICE = torch.device("virtual", 0)
 
 aten = torch.ops.aten
 COPIES = (aten._to_copy, aten.copy_)
@@ -142,10 +140,10 @@ def _copy_from(source, into, non_blocking=False):
     return into
 
 
-if available:  # what `torch.tensor` and indexing by lists call below all modes
-    KERNELS = torch.library.Library("aten", "IMPL", "PrivateUse1")
-    KERNELS.impl("empty_strided", _empty_strided)
-    KERNELS.impl("_copy_from", _copy_from)
+# What `torch.tensor` and indexing by lists call below all modes.
+KERNELS = torch.library.Library("aten", "IMPL", "PrivateUse1")
+KERNELS.impl("empty_strided", _empty_strided)
+KERNELS.impl("_copy_from", _copy_from)
 
 
 def _apply(module, fn, recurse=True):
