@@ -23,7 +23,7 @@ import transformers
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..convert.checkpoint import read_json
-from ..demo.pair import dtype_of, room_for_answer
+from ..demo.pair import dtype_of, in_mode, room_for_answer
 from ..hub_dflash import write_text
 from ..modeling_dflash import DFlashDraftModel
 from ..training.identity import identify
@@ -67,9 +67,8 @@ class Bench:
         Raises:
             ValueError: the target has too few positions for it and the new tokens; every method must write as many.
         """
-        thinking = {} if self.thinking is None else {"enable_thinking": self.thinking}
         encoded = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt", **thinking
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt", **in_mode(self.thinking)
         )
         length, new = encoded["input_ids"].shape[1], self.settings["max_new_tokens"]
         room = room_for_answer(self.target, length)

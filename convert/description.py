@@ -128,7 +128,7 @@ def _foreign_code(folder: Path) -> list[str]:
 
     def differs(path: Path) -> bool:
         if path.parent != folder:
-            return path.name != "generate.py" or path.read_text(encoding="utf-8") != custom_generate_source()
+            return path.name != "generate.py" or path.read_bytes() != custom_generate_source().encode()
         mine = HERE / path.name
         return not mine.is_file() or path.read_bytes() != mine.read_bytes()
 

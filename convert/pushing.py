@@ -10,10 +10,9 @@ from ..hub_dflash import write_text
 from .card import RECORD, address_card, check_id
 from .reading import read_ours
 
-# What belongs to a drafter; a folder may hold more, from optimizer states to secrets.
+# What belongs to a drafter beside the files that hold its tensors; a folder may hold more, from optimizer states to secrets.
 PATTERNS = (
-    "config.json", "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "*_dflash.py", "custom_generate/generate.py", "README.md",
-    "LICENSE*", RECORD,
+    "config.json", "model.safetensors.index.json", "*_dflash.py", "custom_generate/generate.py", "README.md", "LICENSE*", RECORD
 )  # fmt: skip
 
 
@@ -33,11 +32,10 @@ def push_drafter(
         ValueError, OSError: the folder is no complete drafter of ours, or the Hub refuses or cannot be reached.
     """
     folder = Path(folder)
-    read_ours(folder)
+    weights = {tensor.file for tensor in read_ours(folder).match.drafter.values()}
     check_id(repository)
-    files = sorted(
-        {path.relative_to(folder).as_posix() for pattern in PATTERNS for path in folder.glob(pattern) if path.is_file()}
-    )
+    others = {path for pattern in PATTERNS for path in folder.glob(pattern) if path.is_file()}
+    files = sorted(path.relative_to(folder).as_posix() for path in weights | others)
     needed = ("README.md", "configuration_dflash.py", "modeling_dflash.py", "custom_generate/generate.py")
     missing = [name for name in needed if name not in files]
     if missing:

@@ -12,7 +12,7 @@ import torch
 from ..cache_dflash import cached_length
 from ..statistics_dflash import Speculation
 from ..target_dflash import CACHE
-from .pair import DraftStreamer, Pair, end_tokens
+from .pair import DraftStreamer, Pair, end_tokens, in_mode
 
 DRAFTED, PLAIN = "\x1b[32m", "\x1b[0m"  # of a terminal
 
@@ -138,9 +138,8 @@ def run(
         if not all(prompt.strip() for prompt in prompts):
             raise ValueError("the prompt is empty; pass it as an argument, in a --file, or on standard input.")
     pair = Pair(target, drafter, dtype)
-    template = {} if thinking is None else {"enable_thinking": thinking}
     settings = {"max_new_tokens": max_new_tokens, "do_sample": bool(sampling)} | sampling
-    conversation = Conversation(pair, system, raw, template, settings)
+    conversation = Conversation(pair, system, raw, in_mode(thinking), settings)
     torch.manual_seed(seed)
     if interactive:
         print("Ctrl-D ends, Ctrl-C stops an answer", file=sys.stderr)

@@ -21,6 +21,11 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def in_mode(thinking: bool | None) -> dict:
+    """Keyword arguments of a chat template for a thinking mode; None leaves the template's default."""
+    return {} if thinking is None else {"enable_thinking": thinking}
+
+
 def end_tokens(target) -> set[int]:
     """The tokens that end a text of `target`."""
     ends = target.generation_config.eos_token_id
@@ -77,8 +82,7 @@ class Pair:
 
         `template` goes to the tokenizer's chat template.
         """
-        mode = self.drafter.config.target_thinking
-        template = ({} if mode is None else {"enable_thinking": mode}) | template
+        template = in_mode(self.drafter.config.target_thinking) | template
         return self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=True, return_tensors="pt", **template
         ).to(self.device)

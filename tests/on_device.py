@@ -4,7 +4,6 @@ import os
 
 import pytest
 import torch
-import virtual_gpu
 from accelerate.state import AcceleratorState, PartialState
 from conftest import prompt_of, tiny_drafter, tiny_target
 from dflash_hub.benchmark.rows import cut_at_end
@@ -19,19 +18,23 @@ from families import equal_texts, tiny_family
 from test_training import answers_of, losses_of, trainer_of
 from transformers import TrainingArguments
 
+VIRTUAL = os.environ["DFLASH_TEST_DEVICE"] == "virtual"
+if VIRTUAL:  # else it would stand in the way of the real one
+    import virtual_gpu
+
 
 @pytest.fixture
 def device():
-    if os.environ["DFLASH_TEST_DEVICE"] == "cuda":
+    if VIRTUAL:
+        with virtual_gpu.VirtualGPU():
+            yield virtual_gpu.DEVICE
+    else:
         yield torch.device("cuda", 0)
-        return
-    with virtual_gpu.VirtualGPU():
-        yield virtual_gpu.DEVICE
 
 
 @pytest.fixture
-def gpu(device) -> virtual_gpu.VirtualGPU:
-    if device.type != "virtual":
+def gpu(device):
+    if not VIRTUAL:
         pytest.skip("only the virtual GPU counts")
     return virtual_gpu.VirtualGPU.current
 
@@ -40,7 +43,7 @@ def test_the_virtual_gpu_is_one(gpu):
     """What a test on it would not see is not tested."""
     values = torch.arange(4).to("virtual")
     assert values.device == virtual_gpu.DEVICE and (values + 1).device == virtual_gpu.DEVICE
-    with pytest.raises(RuntimeError, match="two devices|tensors of virtual:0 and cpu"):
+    with pytest.raises(RuntimeError, match="tensors of virtual:0 and cpu"):
         values + torch.ones(4)
     with pytest.raises(RuntimeError, match="tensors of virtual:0 and cpu"):
         torch.cat([values, torch.ones(4)])

@@ -184,6 +184,10 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
     record = json.loads((tmp_path / "run" / "drafter" / "training_record.json").read_text())
     assert record["recipe"]["num_anchors"] == 16 and record["recipe"]["gamma"] == 2.0
     assert record["data"]["rows"] == 18 and record["data"]["target"] == "target"
+    answers = [json.loads(line) for line in (tmp_path / "answers" / "answers.jsonl").read_text().splitlines()]
+    held_out = record["data"]["held_out"]
+    trained = [len(row["prompt_ids"] + row["answer_ids"]) for row in answers if row["id"] not in held_out]
+    assert record["data"]["longest_row"] == max(trained)
     assert record["result"]["steps"] == 120
     assert record["result"]["weights_sha256"] == checksum(tmp_path / "run" / "drafter" / "model.safetensors")
     assert f"acceptance_length: {record['result']['evaluation']['acceptance_length']}" in done.stdout
@@ -614,8 +618,11 @@ def test_orderings_and_cost_print_their_tables(tiny_pair, monkeypatch, capsys):
     with pytest.raises(ValueError, match="--variant 'sideways' is none of base, fixed blocks,"):
         orderings.main(["a.jsonl"], tiny_pair / "out", **small, variant=["base", "sideways"])
     orderings.main(["a.jsonl"], tiny_pair / "out", **small, variant=chosen)
+    orderings.main(
+        ["a.jsonl"], tiny_pair / "out", **small, variant=["base"], seed=1
+    )  # is no result that is there already
     table = (tiny_pair / "out" / "table.md").read_text()
-    assert all(f"| {name} | 1." in table or f"| {name} | 2." in table for name in chosen)
+    assert all(f"| {name} | 1." in table or f"| {name} | 2." in table for name in [*chosen, "base, seed 1"])
     capsys.readouterr()
 
     def in_process(command, **kwargs):

@@ -41,6 +41,7 @@ def folder(tmp_path):
 
 def test_a_push_uploads_what_a_drafter_is_and_nothing_else(folder, hub):
     (folder / "optimizer.pt").write_bytes(b"not for the Hub")
+    save_file({"momentum": torch.zeros(2)}, folder / "optimizer.safetensors")
     (folder / ".env").write_text("SECRET=1")
     (folder / "training_record.json").write_text("{}")
     expected = sorted(
@@ -63,6 +64,17 @@ def test_a_push_uploads_what_a_drafter_is_and_nothing_else(folder, hub):
 
     run("push", folder, "my-name/tiny.dflash-v1", "--public")  # what exists keeps its visibility
     assert hub.repositories["my-name/tiny.dflash-v1"]["visibility"] == "private"
+
+    # Weights in several files, whatever the index calls them.
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = {name: f"part-{name.startswith('layers')}.safetensors" for name in tensors}
+    for part in set(names.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if names[name] == part}, folder / part)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    parts = {"model.safetensors.index.json", "part-False.safetensors", "part-True.safetensors"}
+    listed = run("push", folder, "my-name/tiny.dflash-v1", "--dry-run").splitlines()[:-1]
+    assert set(listed) == set(expected) - {"model.safetensors"} | parts
 
     hub.refuse_commit = True
     with pytest.raises(OSError, match="the Hub refused: .*403"):
@@ -135,7 +147,8 @@ def test_inspect_reads_every_format_and_says_what_is_odd(tmp_path):
     )
     drafter.save_pretrained(tmp_path / "ours")
     (tmp_path / "ours" / "target_dflash.py").write_text("changed\n")
-    (tmp_path / "ours" / "custom_generate" / "more.py").write_text("another's\n")
+    (tmp_path / "ours" / "custom_generate" / "more.py").write_bytes(b"another's \xff\n")
+    (tmp_path / "ours" / "custom_generate" / "generate.py").write_bytes(b"changed \xff\n")
     config = json.loads((tmp_path / "ours" / "config.json").read_text())
     (tmp_path / "ours" / "config.json").write_text(
         json.dumps(config | {"auto_map": {"AutoModel": "else--where.Model"}})
@@ -144,7 +157,8 @@ def test_inspect_reads_every_format_and_says_what_is_odd(tmp_path):
     for part in (
         "1 sliding (window 4), causal in the block, 1 full, bidirectional in the block", "no target is recorded",
         "the taps are not in order", "the mask token is also `pad_token_id`", "the window 4 is shorter than a block",
-        "code that differs from the installed dflash-hub's: target_dflash.py, custom_generate/more.py;",
+        "code that differs from the installed dflash-hub's: target_dflash.py, custom_generate/generate.py, "
+        "custom_generate/more.py;",
         "auto_map is {'AutoModel': 'else--where.Model'}", "no training_record.json",
         "VLLM_USE_V2_MODEL_RUNNER=1 vllm serve", "transformers' native class: no. `block_causal` is [True, False]",
         "attention biases", f"dflash-hub export {tmp_path / 'ours'} drafter-vllm --to vllm",

@@ -24,7 +24,7 @@ from ..benchmark.prompts import json_lines
 from ..benchmark.rows import cut_at_end, left_padded, pad_token
 from ..benchmark.server import Server
 from ..convert.checkpoint import read_json
-from ..demo.pair import end_tokens
+from ..demo.pair import end_tokens, in_mode
 from ..hub_dflash import write_text
 from .identity import same_target, template_fingerprint
 
@@ -190,9 +190,8 @@ def encode(tokenizer, messages: list[dict], answers: list[list[int]], thinking: 
     history = []
     for message, ids in zip(messages, answers):
         history += [message, {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}]
-    mode = {} if thinking is None else {"enable_thinking": thinking}
     encoded = tokenizer.apply_chat_template(
-        [*history, messages[len(answers)]], add_generation_prompt=True, return_dict=True, **mode
+        [*history, messages[len(answers)]], add_generation_prompt=True, return_dict=True, **in_mode(thinking)
     )
     return list(encoded["input_ids"])
 

@@ -87,7 +87,7 @@ class OrderingTrainer(DFlashTrainer):
 
 
 def run_variant(variant: Variant, base: TrainOptions, target, training, held_out, seconds: float) -> dict:
-    """Train one variant for `seconds` of processor time and measure it."""
+    """Train one variant for `seconds` of processor time and measure it: its line of the results, without the name."""
     options = dataclasses.replace(base, **variant.options)
     with tempfile.TemporaryDirectory() as folder:
         drafter = fresh_drafter(options, Path(folder))
@@ -131,7 +131,7 @@ def run_variant(variant: Variant, base: TrainOptions, target, training, held_out
     speculation, _, first = replay(target, served, held_out)
     by_answer = [statistics.mean(lengths) for lengths in speculation.acceptance_lengths]
     return {
-        "variant": variant.name, "steps": steps, "seconds": round(spent), "tau": round(speculation.tau, 3),
+        "steps": steps, "seconds": round(spent), "tau": round(speculation.tau, 3),
         "error": round(statistics.stdev(by_answer) / len(by_answer) ** 0.5, 3),
         "slots": [round(share, 3) for share in speculation.slot_acceptance],
         "first_slot_right": round(first, 3),
@@ -164,9 +164,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="Processor time of a variant's training.")] = 360,
     layers: Annotated[int, typer.Option(help="Of the base.")] = 3,
     variant: Annotated[list[str] | None, typer.Option(help="By name; repeatable. Default: all.")] = None,
-    seed: Annotated[
-        int, typer.Option(help="Of fresh weights, anchors and order; the subset stays. One folder a seed.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(help="Of fresh weights, anchors and order; the subset stays.")] = 0,
 ):
     """Measure variants on one subset of answers."""
     unknown = sorted(set(variant or []) - {known.name for known in VARIANTS})
@@ -188,9 +186,10 @@ def main(
     results = json.loads(path.read_text()) if path.exists() else []
     finished = {result["variant"] for result in results}
     for chosen in VARIANTS:
-        if chosen.name in finished or (variant and chosen.name not in variant):
+        named = chosen.name + f", seed {seed}" * (seed != 0)
+        if named in finished or (variant and chosen.name not in variant):
             continue
-        results.append(run_variant(chosen, base, loaded, training, measured, seconds))
+        results.append({"variant": named} | run_variant(chosen, base, loaded, training, measured, seconds))
         write_text(path, json.dumps(results, indent=1) + "\n")
         print(results[-1], flush=True)
     below = "\n" + origin(typed_command("python -m dflash_hub.training.orderings")) + "\n"

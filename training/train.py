@@ -150,7 +150,7 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
         name_target(drafter.config, options, identity)
         if has_thinking_modes(tokenizer):
             drafter.config.target_thinking = options.thinking
-        before = (longest_trained(options.drafter) if options.drafter is not None else None) or 0
+        before = longest_trained(options.drafter) if options.drafter is not None else 0
         record = {
             "command": command,
             "data": {
@@ -351,7 +351,7 @@ def warm_drafter(options: TrainOptions) -> DFlashDraftModel:
     trained_length = options.trained_length
     if options.yarn is not None and trained_length is None:
         trained_length = longest_trained(options.drafter)
-        if trained_length is None:
+        if not trained_length:
             raise ValueError(
                 f"{options.drafter} does not record at what length it was trained, from where --yarn stretches; pass --trained-length."
             )
@@ -363,9 +363,9 @@ def warm_drafter(options: TrainOptions) -> DFlashDraftModel:
     return drafter
 
 
-def longest_trained(drafter: str) -> int | None:
-    """Tokens of the longest text that a drafter's record says it was trained on."""
-    return ((read_record(drafter) or {}).get("data") or {}).get("longest_row")
+def longest_trained(drafter: str) -> int:
+    """Tokens of the longest text that a drafter's record says it was trained on; 0 where it does not say."""
+    return ((read_record(drafter) or {}).get("data") or {}).get("longest_row") or 0
 
 
 def long_context(
