@@ -184,10 +184,6 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
     record = json.loads((tmp_path / "run" / "drafter" / "training_record.json").read_text())
     assert record["recipe"]["num_anchors"] == 16 and record["recipe"]["gamma"] == 2.0
     assert record["data"]["rows"] == 18 and record["data"]["target"] == "target"
-    answers = [json.loads(line) for line in (tmp_path / "answers" / "answers.jsonl").read_text().splitlines()]
-    held_out = record["data"]["held_out"]
-    trained = [len(row["prompt_ids"] + row["answer_ids"]) for row in answers if row["id"] not in held_out]
-    assert record["data"]["longest_row"] == max(trained)
     assert record["result"]["steps"] == 120
     assert record["result"]["weights_sha256"] == checksum(tmp_path / "run" / "drafter" / "model.safetensors")
     assert f"acceptance_length: {record['result']['evaluation']['acceptance_length']}" in done.stdout
@@ -322,6 +318,9 @@ def test_a_runs_own_options_can_be_passed_back_and_its_drafter_in_any_layout(tin
     saved = yaml.safe_load((tiny_pair / "run" / "run.yaml").read_text())
     record = json.loads((tiny_pair / "run" / "drafter" / "training_record.json").read_text())
     assert saved["loss"] == "dpace" and saved["gamma"] is None and record["recipe"]["gamma"] is None
+    rows = [json.loads(line) for line in (tiny_pair / "a.jsonl").read_text().splitlines()]
+    trained = [row for row in rows if row["id"] not in record["data"]["held_out"]]
+    assert record["data"]["longest_row"] == max(len(row["prompt_ids"] + row["answer_ids"]) for row in trained)
     assert "| `gamma` | None |" in (tiny_pair / "run" / "drafter" / "README.md").read_text()
 
     passed = []
@@ -337,8 +336,11 @@ def test_a_runs_own_options_can_be_passed_back_and_its_drafter_in_any_layout(tin
     }
 
     export_drafter("run/drafter", "foreign", "speculators", target="target")
+    (tiny_pair / "foreign" / "training_record.json").write_text('{"data": {"longest_row": 999}}')
     done = invoke("train", *TINY_RUN, "--drafter", "foreign", "--output", "warm")
     assert done.exit_code == 0, done.exception
+    # What it was trained on before counts as well.
+    assert json.loads((tiny_pair / "warm/drafter/training_record.json").read_text())["data"]["longest_row"] == 999
     config = DFlashDraftModel.from_pretrained("warm/drafter").config
     assert (config.num_hidden_layers, config.block_size, config.target_layer_ids) == (1, 4, [1, 5])
 
