@@ -11,7 +11,7 @@ _EXPORTS = {
     "DFlashConfig": "configuration_dflash",
     "DFlashDraftModel": "modeling_dflash",
     "DFlashCandidateGenerator": "generation_dflash",
-    "Speculation": "statistics_dflash",
+    "Speculation": "decode_statistics",
 }
 __all__ = [*_EXPORTS, "__version__"]
 

@@ -1,9 +1,9 @@
 """Speculative decoding with a DFlash drafter, inside plain `target.generate(..., assistant_model=drafter)`.
 
 From the call inwards: `install_generate_hook` sends a call with a drafter to `assisted_generate`, which refuses what is
-not supported (`settings_dflash.py`) and lets transformers prepare the call; `decode` is the paper's loop: draft, verify,
-accept, commit. What decides the text is in `choice_dflash.py`, the rows' tokens and ends in `rows_dflash.py`, the drafter
-at work in `candidates_dflash.py`, and what a target's cache needs in `cache_dflash.py`.
+not supported (`decode_settings.py`) and lets transformers prepare the call; `decode` is the paper's loop: draft, verify,
+accept, commit. What decides the text is in `decode_choice.py`, the rows' tokens and ends in `decode_state.py`, the drafter
+at work in `drafter_candidates.py`, and what a target's cache needs in `target_cache.py`.
 
 Legend of shapes: B rows, n drafted tokens of a round, V vocabulary, H hidden, T tapped layers.
 """
@@ -22,13 +22,10 @@ from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteriaL
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import logging
 
-from .cache_dflash import CacheRollback, cached_length
-from .candidates_dflash import DFlashCandidateGenerator, Features, keep_context, take_context
-from .choice_dflash import GumbelNoise, TargetChoice, separable
-from .clock_dflash import RoundClock
-from .rows_dflash import Record, Stop, Text
-from .schedule_dflash import FLOOR_WARNING, DraftSchedule, DraftStatistics, is_at_floor
-from .settings_dflash import (
+from .decode_choice import GumbelNoise, TargetChoice, separable
+from .decode_clock import RoundClock
+from .decode_schedule import FLOOR_WARNING, DraftSchedule, DraftStatistics, is_at_floor
+from .decode_settings import (
     OWN_ARGUMENTS,
     is_native_route,
     is_our_custom_generate,
@@ -40,8 +37,11 @@ from .settings_dflash import (
     with_stop_strings,
     without,
 )
-from .statistics_dflash import Speculation
-from .target_dflash import (
+from .decode_state import Record, Stop, Text
+from .decode_statistics import Speculation
+from .drafter_candidates import DFlashCandidateGenerator, Features, keep_context, take_context
+from .target_cache import CacheRollback, cached_length
+from .target_model import (
     CACHE,
     PassLimits,
     RoundInputs,

@@ -30,7 +30,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_dflash import DFlashConfig
 from .generation_dflash import assisted_generate, install_generate_hook
-from .hub_dflash import write_hub_files
+from .hub_files import write_hub_files
 
 # What `save_pretrained(..., push_to_hub=True)` takes for the upload.
 PUSH_ARGUMENTS = (

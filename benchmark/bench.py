@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..convert.checkpoint import read_json
 from ..demo.pair import dtype_of, in_mode, room_for_answer
-from ..hub_dflash import write_text
+from ..hub_files import write_text
 from ..modeling_dflash import DFlashDraftModel
 from ..training.identity import identify
 from .methods import make_method

@@ -18,7 +18,7 @@ import typer
 from ..cli import run_plainly
 from ..demo.smollm2 import smollm2
 from ..generation_dflash import DFlashCandidateGenerator
-from ..target_dflash import CACHE, tap_request, tapped
+from ..target_model import CACHE, tap_request, tapped
 from .bench import Bench, provenance
 from .methods import ZLAB_PYTHON, make_method
 from .prompts import DEMO_PROMPTS, load_prompts

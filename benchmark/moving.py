@@ -15,9 +15,9 @@ from typing import Annotated
 import torch
 import typer
 
-from ..cache_dflash import CacheRollback
 from ..cli import run_plainly
 from ..demo.smollm2 import smollm2
+from ..target_cache import CacheRollback
 from ..training.commands import typed_command
 from .bench import Bench, origin
 from .prompts import DEMO_PROMPTS, load_prompts

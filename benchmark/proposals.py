@@ -17,8 +17,8 @@ import torch
 import transformers
 import typer
 
-from ..choice_dflash import GumbelNoise, TargetChoice
 from ..cli import run_plainly
+from ..decode_choice import GumbelNoise, TargetChoice
 from ..demo.smollm2 import smollm2
 from ..modeling_dflash import DFlashDraftModel
 from .prompts import DEMO_PROMPTS, load_prompts

@@ -6,7 +6,7 @@ import random
 from collections import defaultdict
 from pathlib import Path
 
-from ..hub_dflash import write_text
+from ..hub_files import write_text
 from .bench import TIE, read_records, read_settings
 from .rows import summarise_rows
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from ..decode_statistics import Speculation
 from ..demo.pair import end_tokens
-from ..statistics_dflash import Speculation
 from .bench import appending, complete_lines
 
 METHODS = ("plain", "ours")  # of what `--methods` names; transformers' and z-lab's loops take one row

@@ -11,7 +11,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ..hub_dflash import write_text
+from ..hub_files import write_text
 from .bench import environment, progress_bar
 
 # Counters that say how much was accepted: tokens accepted and drafts made, by engine.

@@ -11,7 +11,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from ..benchmark.report import interval, table
 from ..configuration_dflash import SLIDING, DFlashConfig
-from ..hub_dflash import CARD_MARK, write_text
+from ..hub_files import CARD_MARK, write_text
 from .checkpoint import in_a_line, read_json
 from .engines import TITLES, TYPED, export_and_serve, obstacles, remarks
 from .reading import read_ours

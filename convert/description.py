@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 from ..configuration_dflash import SLIDING
-from ..hub_dflash import custom_generate_source
+from ..hub_files import custom_generate_source
 from .card import RECORD, attention_in_words
 from .checkpoint import Stored
 from .engines import TITLES, export_and_serve, obstacles, serve_command

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..configuration_dflash import DFlashConfig
-from ..hub_dflash import write_text
+from ..hub_files import write_text
 from .checkpoint import write_tensors
 from .engines import TITLES, TYPED, obstacles, remarks, serve_command
 from .folders import new_folder

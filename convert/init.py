@@ -19,7 +19,7 @@ from transformers.utils import cached_file
 
 from ..configuration_dflash import FULL, SLIDING, STATIC_ROPE_TYPES, DFlashConfig, spread_target_layer_ids
 from ..modeling_dflash import DFlashDraftModel
-from ..target_dflash import embedding_rows, embedding_width
+from ..target_model import embedding_rows, embedding_width
 from .checkpoint import read_index, tensors_of
 from .folders import new_folder
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
-from ..hub_dflash import write_text
+from ..hub_files import code_files, write_text
 from .card import RECORD, address_card, check_id
 from .reading import read_ours
 
 # What belongs to a drafter beside the files that hold its tensors; a folder may hold more, from optimizer states to secrets.
 PATTERNS = (
-    "config.json", "model.safetensors.index.json", "*_dflash.py", "custom_generate/generate.py", "README.md", "LICENSE*", RECORD
+    "config.json", "configuration_dflash.py", "model.safetensors.index.json", "custom_generate/generate.py", "README.md", "LICENSE*", RECORD
 )  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def push_drafter(
     folder = Path(folder)
     weights = {tensor.file for tensor in read_ours(folder).match.drafter.values()}
     check_id(repository)
-    others = {path for pattern in PATTERNS for path in folder.glob(pattern) if path.is_file()}
+    others = {path for pattern in PATTERNS for path in folder.glob(pattern) if path.is_file()} | {*code_files(folder)}
     files = sorted(path.relative_to(folder).as_posix() for path in weights | others)
     needed = ("README.md", "configuration_dflash.py", "modeling_dflash.py", "custom_generate/generate.py")
     missing = [name for name in needed if name not in files]

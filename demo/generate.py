@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from ..cache_dflash import cached_length
-from ..statistics_dflash import Speculation
-from ..target_dflash import CACHE
+from ..decode_statistics import Speculation
+from ..target_cache import cached_length
+from ..target_model import CACHE
 from .pair import DraftStreamer, Pair, end_tokens, in_mode
 
 DRAFTED, PLAIN = "\x1b[32m", "\x1b[0m"  # of a terminal

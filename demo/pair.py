@@ -7,8 +7,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..decode_statistics import Speculation
 from ..modeling_dflash import DFlashDraftModel
-from ..statistics_dflash import Speculation
 from .smollm2 import smollm2
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..statistics_dflash import Speculation
+from ..decode_statistics import Speculation
 from .pair import DraftedText, Pair
 
 MAX_PROMPT_TOKENS = 512

@@ -8,12 +8,13 @@ import torch
 import transformers
 from dflash_hub import DFlashConfig, DFlashDraftModel
 from dflash_hub.generation_dflash import DFlashCandidateGenerator
+from dflash_hub.hub_files import code_files
 from families import drafting
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
-# The root modules, which every drafter's folder carries.
-CODE = sorted(path.name for path in ROOT.glob("*_dflash.py"))
+# The code that every drafter's folder carries.
+CODE = [path.name for path in code_files(ROOT)]
 FIXTURE = SHARED / "fixtures" / "smollm2-dflash"
 
 VOCAB = 97

@@ -10,6 +10,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import dflash_hub
 import torch
 import transformers
 from dflash_hub import DFlashDraftModel
@@ -21,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 VOCAB, LAYERS = 97, 6
 TAPS = [1, 2, 3]
+ROOT = Path(dflash_hub.__file__).resolve().parent
 
 # Sizes by the names that families give to them; a family takes those that its configuration has.
 SMALL = {
@@ -214,7 +216,7 @@ def _ours(error: Exception) -> bool:
     while frame.tb_next:
         frame = frame.tb_next
     path = Path(frame.tb_frame.f_code.co_filename)
-    return isinstance(error, ValueError) and (path.name.endswith("_dflash.py") or path.parent.name == "convert")
+    return isinstance(error, ValueError) and (path.parent == ROOT or path.parent.name == "convert")
 
 
 def _note(error: Exception) -> str:

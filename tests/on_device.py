@@ -8,7 +8,7 @@ from accelerate.state import AcceleratorState, PartialState
 from conftest import prompt_of, tiny_drafter, tiny_target
 from dflash_hub.benchmark.rows import cut_at_end
 from dflash_hub.demo.pair import Pair
-from dflash_hub.target_dflash import CACHE
+from dflash_hub.target_model import CACHE
 from dflash_hub.training.answers import LocalTarget
 from dflash_hub.training.check import check
 from dflash_hub.training.identity import identify

@@ -2,8 +2,8 @@
 
 from statistics import mean
 
-from dflash_hub.schedule_dflash import DraftSchedule
-from test_schedule_dflash import DRAFTERS, TABLES, best_fixed, mean_auto, simulate, steady
+from dflash_hub.decode_schedule import DraftSchedule
+from test_decode_schedule import DRAFTERS, TABLES, best_fixed, mean_auto, simulate, steady
 
 SEEDS, LONG_SEEDS = range(30), range(10)
 

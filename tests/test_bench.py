@@ -606,7 +606,7 @@ def test_batches_are_measured_beside_plain_ones(models):
 def test_what_moving_rows_costs_is_measured_round_by_round(models):
     from dflash_hub.benchmark.moving import measure as measure_moving
     from dflash_hub.benchmark.rows import batch_inputs
-    from dflash_hub.cache_dflash import CacheRollback
+    from dflash_hub.target_cache import CacheRollback
 
     bench, commit = bench_of(models, max_new_tokens=24), CacheRollback.commit
     _, rows = load_prompts(str(models / "words.jsonl"), 4, None)

@@ -8,7 +8,7 @@ import torch
 from conftest import tiny_drafter, tiny_target
 from dflash_hub.convert.card import YOURS, write_card
 from dflash_hub.convert.exporting import export_drafter
-from dflash_hub.hub_dflash import CARD_MARK
+from dflash_hub.hub_files import CARD_MARK
 from huggingface_hub import ModelCard
 
 RECORD = {

@@ -124,9 +124,9 @@ def test_the_demo_refuses_a_wrong_pair(tmp_path, smollm2_path):
 
 def test_the_streamer_prints_everything_once(smollm2_path):
     import torch
+    from dflash_hub.decode_statistics import Speculation
     from dflash_hub.demo.pair import DraftStreamer
     from dflash_hub.demo.terminal import DRAFTED, coloured
-    from dflash_hub.statistics_dflash import Speculation
     from rich.console import Console
     from transformers import AutoTokenizer
 

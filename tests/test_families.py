@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, prompt_of, tiny_drafter, tiny_target
-from dflash_hub.target_dflash import CACHE
+from dflash_hub.target_model import CACHE
 from families import VOCAB, drafter_for, equal_texts, tiny_family, trial
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -43,7 +43,7 @@ def test_pitfall_19_30_family_with_a_long_prompt_and_left_padding(family):
 
 def test_raw_embeddings_bypass_the_targets_scale():
     """Pitfall 68: a Gemma embeds times sqrt(hidden); a drafter is trained on the stored rows."""
-    from dflash_hub.target_dflash import raw_embeddings
+    from dflash_hub.target_model import raw_embeddings
 
     target, drafter = tiny_family("gemma3_text")
     embedding, ids = target.get_input_embeddings(), torch.tensor([[5, 6]])

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from dflash_hub import DFlashDraftModel
-from dflash_hub.target_dflash import raw_embeddings
+from dflash_hub.target_model import raw_embeddings
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 from conftest import DRAFTERS, FAMILIES, VOCAB, expected_cut, prompt_of, tiny_drafter, tiny_target
-from dflash_hub import clock_dflash, generation_dflash
+from dflash_hub import decode_clock, generation_dflash
+from dflash_hub.decode_schedule import DraftSchedule
 from dflash_hub.generation_dflash import ScheduleMemory
-from dflash_hub.schedule_dflash import DraftSchedule
-from dflash_hub.target_dflash import CACHE, COUNTS_EMBEDDING
+from dflash_hub.target_model import CACHE, COUNTS_EMBEDDING
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -446,7 +446,7 @@ def test_pitfall_44_only_tapped_states_are_kept(monkeypatch):
 
 def test_taps_are_what_forward_hooks_see():
     """Pitfall 50: target_layer_ids are outputs of 0-based decoder layers."""
-    from dflash_hub.target_dflash import tap_request, tapped
+    from dflash_hub.target_model import tap_request, tapped
 
     seen = {}
 
@@ -653,7 +653,7 @@ def test_the_schedule_decides(monkeypatch, drafts_of):
 def test_a_slow_streamer_is_no_part_of_a_round(monkeypatch):
     """Else the schedule would take the target for slow, and draft more than pays."""
     target, drafter, told, now = tiny_target("llama"), tiny_drafter(num_draft_tokens="auto"), [], [0.0]
-    monkeypatch.setattr(clock_dflash.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(decode_clock.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(DraftSchedule, "observe", lambda self, drafted, accepted, *args: told.append(args[:2]))
 
     class Slow:
@@ -691,7 +691,7 @@ def test_nothing_is_timed_for_a_fixed_number(monkeypatch):
     clocks = []
 
     def clock(device, wanted):
-        clocks.append(clock_dflash.RoundClock(device, wanted))
+        clocks.append(decode_clock.RoundClock(device, wanted))
         return clocks[-1]
 
     monkeypatch.setattr(generation_dflash, "RoundClock", clock)

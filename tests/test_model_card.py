@@ -4,7 +4,7 @@ import re
 
 import pytest
 from conftest import ROOT, tiny_config
-from dflash_hub.hub_dflash import card
+from dflash_hub.hub_files import card
 from huggingface_hub import ModelCard
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -146,7 +146,7 @@ def test_inspect_reads_every_format_and_says_what_is_odd(tmp_path):
         layer_types=[SLIDING, FULL], sliding_window=4, target_layer_ids=[2, 0, 1], pad_token_id=96, attention_bias=True
     )
     drafter.save_pretrained(tmp_path / "ours")
-    (tmp_path / "ours" / "target_dflash.py").write_text("changed\n")
+    (tmp_path / "ours" / "target_model.py").write_text("changed\n")
     (tmp_path / "ours" / "custom_generate" / "more.py").write_bytes(b"another's \xff\n")
     (tmp_path / "ours" / "custom_generate" / "generate.py").write_bytes(b"changed \xff\n")
     config = json.loads((tmp_path / "ours" / "config.json").read_text())
@@ -157,7 +157,7 @@ def test_inspect_reads_every_format_and_says_what_is_odd(tmp_path):
     for part in (
         "1 sliding (window 4), causal in the block, 1 full, bidirectional in the block", "no target is recorded",
         "the taps are not in order", "the mask token is also `pad_token_id`", "the window 4 is shorter than a block",
-        "code that differs from the installed dflash-hub's: target_dflash.py, custom_generate/generate.py, "
+        "code that differs from the installed dflash-hub's: target_model.py, custom_generate/generate.py, "
         "custom_generate/more.py;",
         "auto_map is {'AutoModel': 'else--where.Model'}", "no training_record.json",
         "VLLM_USE_V2_MODEL_RUNNER=1 vllm serve", "transformers' native class: no. `block_causal` is [True, False]",

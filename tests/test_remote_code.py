@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, tiny_drafter
+from dflash_hub.hub_files import code_files
 
 PRELUDE = """
 import sys
@@ -206,7 +207,7 @@ print(sum(p.numel() for p in drafter.parameters()))
 def test_root_modules_import_torch_transformers_and_each_other_only():
     import ast
 
-    for path in ROOT.glob("*_dflash.py"):
+    for path in code_files(ROOT):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.level:
                 assert node.level == 1 and (ROOT / f"{node.module}.py").exists(), (path.name, node.module)
@@ -222,6 +223,6 @@ def test_the_package_imports_nothing_when_it_is_read():
 
 
 def test_custom_generate_file_is_the_function_in_the_code():
-    from dflash_hub.hub_dflash import custom_generate_source
+    from dflash_hub.hub_files import custom_generate_source
 
     assert (ROOT / "custom_generate" / "generate.py").read_text() == custom_generate_source()

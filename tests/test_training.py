@@ -5,9 +5,9 @@ import torch
 from brute_force import training_visibility
 from conftest import prompt_of, tiny_drafter, tiny_target
 from dflash_hub import DFlashDraftModel
-from dflash_hub.candidates_dflash import DFlashCandidateGenerator
 from dflash_hub.configuration_dflash import FULL, SLIDING
-from dflash_hub.target_dflash import raw_embeddings, tapped
+from dflash_hub.drafter_candidates import DFlashCandidateGenerator
+from dflash_hub.target_model import raw_embeddings, tapped
 from dflash_hub.training import evaluation
 from dflash_hub.training import train as training_run
 from dflash_hub.training import trainer as training_step

@@ -16,8 +16,8 @@ from ..convert.folders import new_folder
 from ..convert.importing import write_drafter
 from ..convert.init import read_target_config, recorded_name, target_skeleton
 from ..convert.reading import read_drafter
-from ..hub_dflash import write_text
-from ..target_dflash import check_pair
+from ..hub_files import write_text
+from ..target_model import check_pair
 from .check import read_record
 from .data import split_held_out
 from .identity import has_thinking_modes

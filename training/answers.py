@@ -25,7 +25,7 @@ from ..benchmark.rows import cut_at_end, left_padded, pad_token
 from ..benchmark.server import Server
 from ..convert.checkpoint import read_json
 from ..demo.pair import end_tokens, in_mode
-from ..hub_dflash import write_text
+from ..hub_files import write_text
 from .identity import same_target, template_fingerprint
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from transformers.utils import cached_file
 
-from ..candidates_dflash import DFlashCandidateGenerator
 from ..convert.card import RECORD
 from ..convert.checkpoint import read_json
 from ..demo.pair import end_tokens
-from ..target_dflash import check_pair, tap_request, tapped
+from ..drafter_candidates import DFlashCandidateGenerator
+from ..target_model import check_pair, tap_request, tapped
 from .answers import encode
 from .blocks import denoise
 from .data import row_context, rows_of, single_row

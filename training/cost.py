@@ -21,7 +21,7 @@ import typer
 from ..benchmark.bench import origin, peak_bytes
 from ..cli import run_plainly
 from ..demo.smollm2 import smollm2
-from ..target_dflash import embedding_rows
+from ..target_model import embedding_rows
 from .commands import typed_command
 from .data import Collator, PackedRows
 from .losses import BlockLoss, default_gamma

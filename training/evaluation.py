@@ -12,9 +12,9 @@ import statistics
 
 import torch
 
+from ..decode_statistics import Speculation
 from ..demo.pair import end_tokens
-from ..statistics_dflash import Speculation
-from ..target_dflash import embedding_rows
+from ..target_model import embedding_rows
 from .blocks import block_labels, denoise
 from .data import row_context, rows_of, single_row
 

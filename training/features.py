@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from ..convert.checkpoint import read_json
-from ..hub_dflash import write_text
-from ..target_dflash import tap_request, tapped
+from ..hub_files import write_text
+from ..target_model import tap_request, tapped
 from .identity import same_target
 
 SHARD_TOKENS = 100_000

@@ -23,7 +23,7 @@ from ..benchmark.bench import origin
 from ..benchmark.prompts import prompt_source
 from ..cli import run_plainly
 from ..demo.smollm2 import smollm2
-from ..hub_dflash import write_text
+from ..hub_files import write_text
 from ..modeling_dflash import DFlashDraftModel
 from .commands import typed_command
 from .data import Collator, PackedRows, split_held_out, usable_rows

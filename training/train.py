@@ -39,9 +39,9 @@ from ..convert.folders import new_folder
 from ..convert.init import init_drafter, recorded_name
 from ..convert.reading import check_borrowed, read_drafter
 from ..demo.pair import dtype_of
-from ..hub_dflash import write_text
+from ..hub_files import write_text
 from ..modeling_dflash import DFlashDraftModel
-from ..target_dflash import check_pair, embedding_rows
+from ..target_model import check_pair, embedding_rows
 from .answers import read_answers
 from .check import read_record
 from .data import Collator, PackedRows, document_key, row_length, split_held_out, usable_rows

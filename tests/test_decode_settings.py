@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 from conftest import DRAFTERS, ROOT, VOCAB, prompt_of, tiny_drafter, tiny_target
-from dflash_hub import settings_dflash
-from dflash_hub.settings_dflash import (
+from dflash_hub import decode_settings
+from dflash_hub.decode_settings import (
     HONOURED_ARGUMENTS,
     HONOURED_FIELDS,
     IDLE_FIELDS,
@@ -43,7 +43,7 @@ def test_the_table_is_the_code():
 
 
 def test_an_unknown_setting_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(settings_dflash, "HONOURED_FIELDS", HONOURED_FIELDS - {"top_h"})
+    monkeypatch.setattr(decode_settings, "HONOURED_FIELDS", HONOURED_FIELDS - {"top_h"})
     with pytest.raises(ValueError, match="does not know the setting `top_h=0.5`"):
         tiny_target("llama").generate(prompt_of(5), assistant_model=tiny_drafter(), do_sample=True, top_h=0.5)
 

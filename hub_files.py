@@ -4,6 +4,8 @@ import inspect
 import json
 from pathlib import Path
 
+from transformers.dynamic_module_utils import get_relative_import_files
+
 # By this line of its docstring our `custom_generate/generate.py` is told from others.
 CUSTOM_GENERATE_MARK = "Hands over to the drafter that it is given"
 # By this line a card of ours is told from one that someone wrote, and must not be replaced.
@@ -72,6 +74,19 @@ def write_hub_files(folder, config):
     write_text(folder / "custom_generate" / "generate.py", custom_generate_source())
     if not (folder / "README.md").exists():
         write_text(folder / "README.md", card(config))
+
+
+def code_files(folder: Path) -> list[Path]:
+    """List the code that a Hub folder carries: `modeling_dflash.py` and all that it imports, directly or not.
+
+    Returns:
+        Existing files, sorted by name; none where the folder has no code.
+    """
+    start = folder / "modeling_dflash.py"
+    if not start.exists():
+        return []
+    # The loader of `trust_remote_code` follows the same imports.
+    return sorted({start, *map(Path, get_relative_import_files(start))})
 
 
 def write_text(path: Path, text: str):

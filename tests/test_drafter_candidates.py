@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import DRAFTERS, prompt_of, tiny_drafter, tiny_target
-from dflash_hub import candidates_dflash
-from dflash_hub.target_dflash import CACHE
+from dflash_hub import drafter_candidates
+from dflash_hub.target_model import CACHE
 from families import tiny_family
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
@@ -148,7 +148,7 @@ def test_another_text_in_the_same_cache_is_noticed():
 def test_the_context_dies_with_the_cache():
     target, drafter = tiny_target("llama"), tiny_drafter()
     turn = greedy(target, prompt_of(12), max_new_tokens=6, assistant_model=drafter, return_dict_in_generate=True)
-    kept = weakref.ref(candidates_dflash._KEPT[turn[CACHE]].cache)
+    kept = weakref.ref(drafter_candidates._KEPT[turn[CACHE]].cache)
     del turn
     gc.collect()
     assert kept() is None

@@ -16,9 +16,9 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import cached_file
 
-from .cache_dflash import cached_length
-from .hub_dflash import CUSTOM_GENERATE_MARK
-from .target_dflash import CACHE
+from .hub_files import CUSTOM_GENERATE_MARK
+from .target_cache import cached_length
+from .target_model import CACHE
 
 # Fields of GenerationConfig that ask for another way of decoding, with the values that ask for nothing.
 REFUSED_FIELDS = {

@@ -12,8 +12,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import CandidateGenerator
 
-from .cache_dflash import move_right, trim_left
-from .target_dflash import device_of, embedding_rows, raw_embeddings, tap_request, tapped
+from .target_cache import move_right, trim_left
+from .target_model import device_of, embedding_rows, raw_embeddings, tap_request, tapped
 
 
 @dataclass

@@ -5,8 +5,8 @@ import random
 from statistics import mean
 
 import pytest
-from dflash_hub import schedule_dflash
-from dflash_hub.schedule_dflash import (
+from dflash_hub import decode_schedule
+from dflash_hub.decode_schedule import (
     ALLOWANCE,
     DraftSchedule,
     DraftStatistics,
@@ -270,7 +270,7 @@ def test_a_disturbed_first_plain_pass_is_measured_again():
     schedule.observe(n, [0], 1.1, 0.3)
     assert schedule.next() == 0
     schedule.observe(0, [0], 1.0)
-    assert schedule_dflash.plain_seconds(schedule.statistics) == 1.0
+    assert decode_schedule.plain_seconds(schedule.statistics) == 1.0
 
 
 # ----------------------------------------------------------------------------------------- the pure functions

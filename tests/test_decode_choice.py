@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import DRAFTERS, prompt_of, tiny_drafter, tiny_target
 from dflash_hub import generation_dflash
-from dflash_hub.choice_dflash import GumbelNoise, TargetChoice, gumbel_argmax
+from dflash_hub.decode_choice import GumbelNoise, TargetChoice, gumbel_argmax
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as lp
 

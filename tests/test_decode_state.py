@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from conftest import DRAFTERS, VOCAB, prompt_of, tiny_drafter, tiny_target
-from dflash_hub.target_dflash import CACHE
+from dflash_hub.target_model import CACHE
 from families import tiny_family
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
@@ -332,7 +332,7 @@ def test_somebodys_own_code_may_view_what_it_gets(where, drafts_of):
 
 def test_rows_of_a_hybrid_whose_mixers_can_no_longer_be_seen(drafts_of, monkeypatch):
     """Rows would need a replay of different lengths: a sentence, and the next call goes in lockstep."""
-    from dflash_hub.cache_dflash import RecurrentStates
+    from dflash_hub.target_cache import RecurrentStates
     from families import tiny_family
 
     target, drafter = tiny_family("qwen3_next")

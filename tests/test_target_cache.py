@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 from conftest import DRAFTERS, prompt_of, tiny_drafter, tiny_target
-from dflash_hub import cache_dflash, generation_dflash
-from dflash_hub.target_dflash import CACHE
+from dflash_hub import generation_dflash, target_cache
+from dflash_hub.target_model import CACHE
 from families import equal_texts, tiny_family
 from transformers import DynamicCache, LogitsProcessor, StaticCache, StoppingCriteria
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, QuantizedLayer
@@ -58,7 +58,7 @@ def test_a_replay_pass_where_mixers_cannot_run_again(kind, drafts_of, monkeypatc
     ids = prompt_of(12)
     plain = greedy(target, ids, max_new_tokens=24)
     drafts_of(kind, plain)
-    monkeypatch.setattr(cache_dflash.RecurrentStates, "can_rerun", False)
+    monkeypatch.setattr(target_cache.RecurrentStates, "can_rerun", False)
     assert torch.equal(greedy(target, ids, max_new_tokens=24, assistant_model=drafter), plain)
     speculation = drafter.last_speculation
     rejected = sum(a < d for a, d in zip(speculation.accepted[0], speculation.drafted[0]))
