@@ -145,7 +145,13 @@ def _refuse_cache(model_kwargs: dict, call: dict):
 
 
 def resolve_num_draft_tokens(drafter, target, call: dict) -> int | str:
-    """Call argument, passed config, target's config, drafter's config: the first that states a number or "auto"."""
+    """Return the number of draft tokens, "auto", or 0 for a call that drafts nothing.
+
+    It is the first that is stated in: call argument, passed config, target's config, drafter's config.
+
+    Raises:
+        ValueError: what is stated is none of these; names the place.
+    """
     # transformers fills an unset value with its own default, so this cannot be read from the resolved config; `pipeline`
     # does so even with the config that it passes on.
     passed, filled = call.get("generation_config"), GenerationConfig._get_default_generation_params()
@@ -160,10 +166,10 @@ def resolve_num_draft_tokens(drafter, target, call: dict) -> int | str:
     if number == "auto":
         return number
     most = drafter.config.block_size - 1
-    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= most:
         raise ValueError(
-            f"{place} asks for {number!r} drafted tokens; a block of {drafter.config.block_size} tokens drafts 1 to {most}, "
-            "or as many as pay with 'auto'."
+            f"{place} asks for {number!r} draft tokens; a block of {drafter.config.block_size} tokens drafts 1 to {most}, as "
+            "many as pay with 'auto', or none with 0."
         )
     return number
 

@@ -218,6 +218,8 @@ class Decoding:
         self.record = Record(call.config)
         self.speculation = Speculation.of_rows(self.rows)
         self.limits = PassLimits(target)
+        # Without draft tokens the drafter never runs, so no hidden states are asked for.
+        self.drafting = candidates.num_draft_tokens > 0
         self.unread: list[Features] = []  # of accepted tokens that the drafter has not seen
         self.prefix: torch.LongTensor | None = None  # what came in the cache
         self.apart = False  # whether rows advance by counts of their own
@@ -236,11 +238,13 @@ class Decoding:
     def read_prompt(self):
         """The prompt's pass gives the first token, which is the first anchor. Of the states only the tapped ones are kept."""
         kwargs, ids = self.call.model_kwargs, self.prompt
-        every_layer = self.record.hidden_states is not None
-        kwargs["output_hidden_states"] = tap_request(self.candidates.target_layer_ids)
-        if every_layer:
-            chosen = self.record.layers
-            kwargs["output_hidden_states"] = True if chosen is None else kwargs["output_hidden_states"] + chosen
+        if self.drafting:
+            kwargs["output_hidden_states"] = tap_request(self.candidates.target_layer_ids)
+            if self.record.hidden_states is not None:
+                chosen = self.record.layers
+                kwargs["output_hidden_states"] = True if chosen is None else kwargs["output_hidden_states"] + chosen
+        elif self.record.hidden_states is None:
+            kwargs.pop("output_hidden_states", None)
         if self.record.attentions is None:
             kwargs.pop("output_attentions", None)
         past = cached_length(kwargs.get(CACHE))
@@ -299,16 +303,20 @@ class Decoding:
         name = type(self.target).__name__
         if outputs.get(CACHE) is None:
             raise ValueError(f"{name} returns no cache, without which a DFlash drafter cannot be used.")
-        if outputs.get("hidden_states") is None:
+        if self.drafting and outputs.get("hidden_states") is None:
             raise ValueError(f"{name} does not return hidden states, which a DFlash drafter needs.")
         return outputs
 
     def _take_features(self, outputs, mask: torch.Tensor | None):
+        if not self.drafting:
+            return
         states = tapped(outputs.hidden_states, self.target, self.candidates.target_layer_ids)
         self.unread.append(Features.of_prompt(states, None if mask is None else mask[:, -states[0].shape[1] :]))
 
     def _take_prefix(self, prefix: torch.LongTensor | None, past: int):
         """The drafter's context of what came in the cache: kept with it, or read from the text once more."""
+        if not self.drafting:
+            return
         kept = take_context(self.cache, self.candidates, prefix, self.rows, past)
         self.prefix = prefix if kept is None else kept.ids
         if kept is not None:
@@ -328,11 +336,12 @@ class Decoding:
     def _decide_how_rows_advance(self):
         call, target = self.call, self.target
         reruns = True
-        if self.rollback.recurrent is not None:
+        if self.drafting and self.rollback.recurrent is not None:
             reruns = self._goes_on_from_its_state()
         takes_mask = "attention_mask" in inspect.signature(target.forward).parameters
         self.apart = (
             self.rows > 1
+            and self.drafting  # else all rows advance by one token
             and not call.keeps_cache  # it is handed back as plain `generate` leaves it
             and call.streamer is None
             and separable(call.processors)
@@ -568,15 +577,16 @@ class Decoding:
         Features of what was accepted wait until the drafter runs again.
         """
         most = max(added)
-        states = tapped(outputs.hidden_states, self.target, self.candidates.target_layer_ids)
-        start = states[0].shape[1] - fed
-        states = [layer[:, start : start + most] for layer in states]
-        if self.limits.past_drafting(
-            max(self.inputs.position(n, row) for row, n in enumerate(self.text.lengths)) - most
-        ):
-            self.unread = []
-        else:
-            self.unread.append(Features(states, None if min(added) == most else added))
+        if self.drafting:
+            states = tapped(outputs.hidden_states, self.target, self.candidates.target_layer_ids)
+            start = states[0].shape[1] - fed
+            states = [layer[:, start : start + most] for layer in states]
+            if self.limits.past_drafting(
+                max(self.inputs.position(n, row) for row, n in enumerate(self.text.lengths)) - most
+            ):
+                self.unread = []
+            else:
+                self.unread.append(Features(states, None if min(added) == most else added))
         if self.record.wants_states:
             self.record.add_states(outputs, fed, most, self._keys_alone())
 

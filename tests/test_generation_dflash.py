@@ -13,7 +13,9 @@ from conftest import DRAFTERS, FAMILIES, VOCAB, expected_cut, prompt_of, tiny_dr
 from dflash_hub import decode_clock, generation_dflash
 from dflash_hub.decode_schedule import DraftSchedule
 from dflash_hub.generation_dflash import ScheduleMemory
+from dflash_hub.target_cache import cached_length
 from dflash_hub.target_model import CACHE, COUNTS_EMBEDDING
+from families import tiny_family
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -587,9 +589,71 @@ def test_number_of_drafted_tokens(drafts_of):
     assert drafted(generation_config=config) == 2
     # transformers' own filler: not told from an unset one, see docs/generate.md.
     assert drafted(generation_config=GenerationConfig(max_new_tokens=20, num_assistant_tokens=20, do_sample=False)) == 4
-    for bad in (0, 5, 20, True, 2.0):
-        with pytest.raises(ValueError, match="drafts 1 to 4"):
+    for bad in (-1, 5, 20, True, False, 2.0):
+        with pytest.raises(ValueError, match="drafts 1 to 4, .* or none with 0"):
             target.generate(ids, assistant_model=drafter, num_assistant_tokens=bad)
+    assert drafted(max_new_tokens=20, num_assistant_tokens=0) == 0
+    config.num_assistant_tokens = 0
+    assert drafted(generation_config=config) == 0
+    target.generation_config.num_assistant_tokens = 0
+    assert drafted(max_new_tokens=20) == 0
+
+
+WITHOUT_DRAFTS = {
+    "one sequence": {},
+    "left-padded batch": {"rows": 3},
+    "batch with end tokens": {"rows": 3, "eos_token_id": [*range(3, 30)]},
+    "static cache": {"cache_implementation": "static"},
+    "prefill in chunks": {"prefill_chunk_size": 4},
+    "output object": {"rows": 2, "return_dict_in_generate": True, "output_hidden_states": True, "output_logits": True},
+    "processor with state": {"guidance_scale": 1.5},
+}
+
+
+@pytest.mark.parametrize("family", ("llama", "qwen3_5", "jamba"))
+@pytest.mark.parametrize("name", WITHOUT_DRAFTS)
+def test_without_drafts_the_loop_is_plain_generate(family, name, monkeypatch):
+    """`num_assistant_tokens=0`: no drafter pass, no hidden states that nobody asked for, one token a forward pass.
+
+    Jamba's recurrent layers start anew in a pass of several tokens, which does not matter here.
+    """
+    target, drafter = tiny_family(family)
+    kwargs = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None} | WITHOUT_DRAFTS[name]
+    ids = torch.cat([prompt_of(10, seed) for seed in range(kwargs.pop("rows", 1))])
+    ids[1:, :4] = 0
+    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    plain = target.generate(**inputs, **kwargs)
+
+    asked = []
+    target.register_forward_pre_hook(
+        lambda module, args, kwargs: asked.append(kwargs.get("output_hidden_states")), with_kwargs=True
+    )
+    monkeypatch.setattr(type(drafter), "forward", None)
+    output = target.generate(**inputs, **kwargs, assistant_model=drafter, num_assistant_tokens=0)
+    speculation = drafter.last_speculation
+    assert speculation.drafter_passes == speculation.num_drafted == speculation.check_passes == 0
+    assert set(asked) == ({True} if name == "output object" else {None})
+    if torch.is_tensor(plain):
+        assert output.equal(plain)
+    else:
+        assert output.sequences.equal(plain.sequences)
+        torch.testing.assert_close(output.logits, plain.logits)
+        torch.testing.assert_close(output.hidden_states, plain.hidden_states)
+        assert cached_length(output[CACHE]) == cached_length(plain[CACHE])
+    assert {length for row in speculation.acceptance_lengths for length in row} == {1}
+
+
+def test_a_turn_without_drafts_between_turns_with_drafts(monkeypatch):
+    """It reads nothing for the drafter, which reads the prefix once more in the next turn."""
+    target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
+    kwargs, cache, prefix_passes = {"max_new_tokens": 8, "return_dict_in_generate": True}, None, []
+    for number in (None, 0, None):
+        plain = greedy(target, ids, max_new_tokens=8)
+        output = target.generate(ids, assistant_model=drafter, num_assistant_tokens=number, **kwargs, **{CACHE: cache})
+        assert output.sequences.equal(plain)
+        prefix_passes.append(output.speculation.prefix_passes)
+        cache, ids = output[CACHE], torch.cat([plain, prompt_of(3, 7)], dim=1)
+    assert prefix_passes == [0, 0, 1]
 
 
 def test_pitfall_35_49_the_block_is_fed_whole_whatever_is_drafted(monkeypatch):
