@@ -1,9 +1,10 @@
-"""What a drafter's folder carries beside config, weights and code: `custom_generate/` and, where there is none, a card."""
+"""What a drafter's folder carries beside config and code: finite weights, `custom_generate/` and, where there is none, a card."""
 
 import inspect
 import json
 from pathlib import Path
 
+import torch
 from transformers.dynamic_module_utils import get_relative_import_files
 
 # By this line of its docstring our `custom_generate/generate.py` is told from others.
@@ -74,6 +75,29 @@ def write_hub_files(folder, config):
     write_text(folder / "custom_generate" / "generate.py", custom_generate_source())
     if not (folder / "README.md").exists():
         write_text(folder / "README.md", card(config))
+
+
+def nonfinite(tensors: dict[str, torch.Tensor]) -> list[str]:
+    """List the tensors that hold NaN or infinity. A drafter with one drafts nothing, whatever its target."""
+    # A quantized tensor is a class of its own and holds integers; one on the meta device holds nothing.
+    ordinary = {
+        name: t for name, t in tensors.items() if type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_meta
+    }
+    return [name for name, tensor in ordinary.items() if not bool(tensor.isfinite().all())]
+
+
+def check_finite(tensors: dict[str, torch.Tensor], whose: str):
+    """Refuse weights of which no drafter is made.
+
+    Raises:
+        ValueError: a tensor holds NaN or infinity; names it.
+    """
+    if found := nonfinite(tensors):
+        shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+        raise ValueError(
+            f"{whose} holds values that are not finite (NaN or infinity) in {shown}: its training diverged, or the file is "
+            "damaged. Take an earlier checkpoint."
+        )
 
 
 def code_files(folder: Path) -> list[Path]:

@@ -30,7 +30,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_dflash import DFlashConfig
 from .generation_dflash import assisted_generate, install_generate_hook
-from .hub_files import write_hub_files
+from .hub_files import check_finite, write_hub_files
 
 # What `save_pretrained(..., push_to_hub=True)` takes for the upload.
 PUSH_ARGUMENTS = (
@@ -323,12 +323,18 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, **kwargs):
-        """Write a complete Hub folder: config, weights, code, `custom_generate/` and, where there is none, a card."""
+        """Write a complete Hub folder: config, weights, code, `custom_generate/` and, where there is none, a card.
+
+        Raises:
+            ValueError: a weight is not finite; names its tensor. Nothing is written.
+        """
         # The upload comes last: made inside transformers' method it would miss what is written here.
         push = (
             {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs} if kwargs.get("push_to_hub") else {}
         )
         push_to_hub = kwargs.pop("push_to_hub", False)
+        saved = kwargs.get("state_dict")
+        check_finite(self.state_dict() if saved is None else saved, "this drafter")
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         if is_main_process:
             write_hub_files(save_directory, self.config)

@@ -1,5 +1,7 @@
 """Anchors, blocks, masks, losses, features, and whole runs on tiny targets."""
 
+import copy
+
 import pytest
 import torch
 from brute_force import training_visibility
@@ -39,7 +41,7 @@ from dflash_hub.training.losses import BlockLoss, ReducedHead, chunked_sum, defa
 from dflash_hub.training.optimizer import MuonAdamW
 from dflash_hub.training.options import TrainOptions
 from dflash_hub.training.train import long_context, warm_drafter
-from dflash_hub.training.trainer import DFlashTrainer, checkpoint_activations
+from dflash_hub.training.trainer import DFlashTrainer, checkpoint_activations, evaluate
 from rich.console import Console
 from test_init import tiny_tokenizer
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -353,7 +355,7 @@ def test_batches_place_every_token():
 def test_cached_features_are_those_of_the_step_and_refused_for_another_target(tmp_path):
     target, layers = tiny_target("qwen3"), [0, 1, 2]
     rows = [row_of(3, 4 + seed, seed) for seed in range(5)]
-    documents = {document_key(row): row["prompt_ids"] + row["answer_ids"] for row in rows}
+    documents = {document_key(row): row for row in rows}
 
     def compute(ids, mask):
         return tapped_features(target, ids, mask, layers)
@@ -721,11 +723,106 @@ def test_pitfall_88_a_warm_start_keeps_window_mask_and_taps(tmp_path, layout):
     assert warm_drafter(options).config.sliding_window == 9
 
 
+def overflowing(target, token: int, value: float):
+    """The target, with one embedding that leaves a type's range: what a token with large activations does in float16."""
+    target = copy.deepcopy(target)
+    with torch.no_grad():
+        target.get_input_embeddings().weight[token] = value
+    return target
+
+
+@pytest.mark.parametrize("offline", [False, True])
+@pytest.mark.parametrize("pack_length", [None, 64])
+def test_a_run_stops_before_the_step_that_meets_an_overflow_and_names_the_example(
+    tmp_path, target, offline, pack_length
+):
+    """One example of eight has a token with infinite states; it is found in any row of any batch, and no weight changes."""
+    rows = [row_of(6, 12, seed, f"prompt-{seed}") for seed in range(8)]
+    for row in rows:
+        row["answer_ids"] = [token if token != 90 else 91 for token in row["answer_ids"]]
+        row["prompt_ids"] = [token if token != 90 else 91 for token in row["prompt_ids"]]
+    rows[5]["answer_ids"][3] = 90
+    broken = overflowing(target, 90, float("inf"))
+    sentence = r"hidden states at layers \[0, 1, 2\] are not finite .* in float32, on example 'prompt-5' \(turn 0\)\."
+    if offline:
+        cache = FeatureCache(tmp_path / "features", identify(broken), [0, 1, 2])
+        with pytest.raises(ValueError, match=sentence):
+            cache.fill({document_key(row): row for row in rows}, lambda i, m: tapped_features(broken, i, m, [0, 1, 2]))
+        assert not (tmp_path / "features" / "index.json").exists()
+        return
+    drafter = tiny_drafter()
+    trainer = trainer_of(tmp_path, broken, drafter, rows, [], pack_length=pack_length, per_device_train_batch_size=2)
+    weights = []
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            weights.append({name: value.clone() for name, value in drafter.state_dict().items()})
+
+    trainer.add_callback(Watch())
+    with pytest.raises(
+        ValueError, match=f"step {r'[1-4]'} was not taken, its loss or gradient is not finite: the target's {sentence}"
+    ):
+        trainer.train()
+    assert all(value.equal(weights[-1][name]) for name, value in drafter.state_dict().items())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loss_or_gradient_that_overflows_in_the_drafter_stops_the_run(
+    tmp_path, target, answers, accumulate, monkeypatch
+):
+    """In the log a loss that is not finite never becomes a zero or an average."""
+    drafter = tiny_drafter()
+    trainer = trainer_of(
+        tmp_path,
+        target,
+        drafter,
+        answers[:8],
+        [],
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=accumulate,
+    )
+    whole, calls = trainer._loss, []
+
+    def loss(*args):
+        calls.append(1)
+        # A finite loss whose gradient is not: the square root at zero.
+        return whole(*args) if len(calls) < 4 else whole(*args) + (args[1].sum() * 0).sqrt()
+
+    monkeypatch.setattr(trainer, "_loss", loss)
+    with pytest.raises(
+        ValueError, match=r"the backward pass overflows on one of the examples 'prompt-\d' \(turn 0\), "
+    ):
+        trainer.train()
+    assert torch.tensor(losses_of(trainer)).isfinite().all() and losses_of(trainer)
+    assert all(value.isfinite().all() for value in drafter.state_dict().values())
+
+    with torch.no_grad():
+        drafter.norm.weight[0] = float("inf")
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"step 1 was not taken, .* the drafter overflows on examples 'prompt-\d'"):
+        trainer_of(tmp_path, target, drafter, answers[:8], []).train()
+    with pytest.raises(ValueError, match=r"this drafter holds values that are not finite .* in norm.weight"):
+        drafter.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    with pytest.raises(ValueError, match=r"the drafter to be evaluated holds values .* in norm.weight"):
+        evaluate(target, drafter, answers[:1], answers[:1], 4)
+
+
+def test_drafts_that_are_not_finite_agree_with_nothing_in_replay(target, answers):
+    """Not even where the answer's tokens are those at which `argmax` finds a NaN."""
+    drafter = tiny_drafter()
+    with torch.no_grad():
+        drafter.norm.weight.fill_(float("nan"))
+    row = answers[0] | {"answer_ids": [0] * 12}
+    replayed, forced, first = evaluation.replay(target, drafter, [row])
+    assert (replayed.num_accepted, first) == (0, 0.0) and set(forced) == {1}
+
+
 @pytest.mark.parametrize("loss", ["ce", "kl"])
 def test_offline_features_train_like_online_ones(tmp_path, target, answers, loss):
     layers = [0, 1, 2] + [3] * (loss == "kl")
     cache = FeatureCache(tmp_path / "features", identify(target), layers)
-    documents = {document_key(row): row["prompt_ids"] + row["answer_ids"] for row in answers}
+    documents = {document_key(row): row for row in answers}
     cache.fill(documents, lambda ids, mask: tapped_features(target, ids, mask, layers))
     losses = []
     for which in (None, cache):
@@ -848,7 +945,7 @@ def test_features_are_kept_by_text_and_not_by_name(tmp_path):
     one, other = row_of(3, 6, 1, "same"), row_of(3, 6, 2, "same")
     for row in (one, other):
         cache.fill(
-            {document_key(row): row["prompt_ids"] + row["answer_ids"]},
+            {document_key(row): row},
             lambda ids, mask: tapped_features(target, ids, mask, [0, 1]),
         )
     assert not cache[document_key(one)].equal(cache[document_key(other)])

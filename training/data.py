@@ -9,7 +9,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import Dataset
 
 from .blocks import PADDING, Rows
-from .features import FeatureCache, pad_documents, tapped_features
+from .features import FeatureCache, example_name, pad_documents, tapped_features
 
 
 def document_key(row: dict) -> str:
@@ -99,7 +99,7 @@ class Collator:
 
     A batch holds `Rows` as tensors, and the documents, the longest first, for the target: padded ids and mask of those of
     similar length, or cached features (tokens, T * H); `row_index` and `column_index` (tokens,) say where each document's
-    tokens lie in the rows.
+    tokens lie in the rows, `examples` its name, row and number of tokens.
 
     Args:
         cache: of the target's features; None to compute them in the step.
@@ -132,6 +132,7 @@ class Collator:
         batch = {
             "input_ids": input_ids, "position_ids": position_ids, "document_ids": document_ids, "answer_mask": answer_mask,
             "row_index": torch.cat(row_index), "column_index": torch.cat(column_index),
+            "examples": [(example_name(d), int(r[0]), len(r)) for d, r in zip(documents, row_index)],
         }  # fmt: skip
         if self.cache is None:
             batch["documents"] = [pad_documents(similar) for similar in of_similar_length(texts)]

@@ -70,8 +70,10 @@ def right_drafts(target, drafter, batch: dict, blocks_at_once: int, layer_ids: l
             if len(alive) == 0:
                 break
             logits = drafter.draft_logits(hidden[alive, slot, None].to(target.dtype), head)[:, 0]
-            drafts = logits[:, :vocab_rows].argmax(-1)  # a padded head has rows that are no tokens
-            alive = alive[(drafts == labels[0, alive, slot]) & supervised[0, alive, slot]]
+            best, drafts = logits[:, :vocab_rows].max(-1)  # a padded head has rows that are no tokens
+            # The largest of logits with a NaN is NaN, at an index that means nothing: no draft.
+            right = (drafts == labels[0, alive, slot]) & best.isfinite()
+            alive = alive[right & supervised[0, alive, slot]]
             count[alive] += 1
         counts += count.tolist()
     return counts

@@ -93,18 +93,25 @@ class FeatureCache:
                     f"{self.folder} lacks {name}, which its index lists; delete the folder and make it again."
                 )
 
-    def fill(self, documents: dict[str, list[int]], compute, batch_tokens: int = 16384, progress=None):
-        """Compute what is missing. `compute(input_ids, attention_mask)` gives (D, length, T * H)."""
+    def fill(self, rows: dict[str, dict], compute, batch_tokens: int = 16384, progress=None):
+        """Compute what is missing of `rows`, by key. `compute(input_ids, attention_mask)` gives (D, length, T * H).
+
+        Raises:
+            ValueError: features that are not finite; names the example. What was written before stays.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
-        missing = sorted((key for key in documents if key not in self.where), key=lambda key: len(documents[key]))
+        length = {key: len(row["prompt_ids"]) + len(row["answer_ids"]) for key, row in rows.items()}
+        missing = sorted((key for key in rows if key not in self.where), key=length.get)
         pending: dict[str, torch.Tensor] = {}
         while missing:
-            count = max(1, min(len(missing), batch_tokens // max(len(documents[missing[-1]]), 1)))
+            count = max(1, min(len(missing), batch_tokens // max(length[missing[-1]], 1)))
             batch, missing = missing[-count:], missing[:-count]  # the longest first: memory fails early or never
-            ids, mask = pad_documents([documents[key] for key in batch])
-            for key, row in zip(batch, compute(ids, mask)):
-                pending[key] = row[: len(documents[key])].cpu().contiguous().clone()
-            if not missing or sum(len(row) for row in pending.values()) >= SHARD_TOKENS:
+            ids, mask = pad_documents([rows[key]["prompt_ids"] + rows[key]["answer_ids"] for key in batch])
+            for key, states in zip(batch, compute(ids, mask)):
+                pending[key] = states[: length[key]].cpu().contiguous().clone()
+                if not pending[key].isfinite().all():
+                    raise ValueError(not_finite([example_name(rows[key])], self.described["layer_ids"], states.dtype))
+            if not missing or sum(map(len, pending.values())) >= SHARD_TOKENS:
                 self._write(pending)
                 pending = {}
             if progress:
@@ -132,6 +139,20 @@ class FeatureCache:
         if name not in self._open:
             self._open[name] = safe_open(self.folder / name, "pt")
         return self._open[name].get_tensor(key)
+
+
+def example_name(row: dict) -> str:
+    """Name an example in a message, by what tells it from the others in its file."""
+    return f"{row['id']!r} (turn {row.get('turn', 0)})"
+
+
+def not_finite(examples: list[str], layer_ids: list[int], dtype: torch.dtype) -> str:
+    """Say which examples a target cannot be trained on, and what to do."""
+    return (
+        f"the target's hidden states at layers {layer_ids} are not finite (NaN or infinity) in "
+        f"{str(dtype).removeprefix('torch.')}, on {'example' if len(examples) == 1 else 'examples'} {', '.join(examples)}. Pass "
+        "another --dtype, or leave the example out of the answers."
+    )
 
 
 def checksum(path: Path) -> str:

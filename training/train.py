@@ -401,7 +401,7 @@ def fill_cache(folder: str, identity: dict, target, drafter, loss: BlockLoss, ro
     def compute(ids, mask):
         return tapped_features(target, ids.to(target.device), mask.to(target.device), layer_ids)
 
-    documents = {document_key(row): row["prompt_ids"] + row["answer_ids"] for row in rows}
+    documents = {document_key(row): row for row in rows}
     with Progress(transient=True) as bar:
         task = bar.add_task("features", total=sum(key not in cache.where for key in documents))
         cache.fill(documents, compute, progress=lambda count: bar.advance(task, count))

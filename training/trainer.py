@@ -4,16 +4,18 @@ import statistics
 import time
 
 import torch
+from accelerate.utils import gather_object
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.data import Sampler
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
+from ..hub_files import check_finite
 from ..modeling_dflash import DFlashDraftModel
 from .blocks import block_labels, denoise, draw_anchors
 from .data import Collator, PackedRows, document_features, placed, rows_of
 from .evaluation import generate, replay
-from .features import feature_layers
+from .features import feature_layers, not_finite
 from .losses import BlockLoss, ReducedHead, chunked_sum
 from .optimizer import MuonAdamW
 
@@ -46,8 +48,21 @@ def checkpoint_activations(drafter: DFlashDraftModel):
         drafter.gradient_checkpointing_enable({"use_reentrant": False})
 
 
+class FiniteSteps(TrainerCallback):
+    """Stops a run before an optimizer step whose loss or gradient is not finite, so that weights and checkpoints stay finite."""
+
+    def __init__(self, trainer: "DFlashTrainer"):
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.trainer.check_step()
+
+
 class DFlashTrainer(Trainer):
     """Trains `drafter` on answers of `target`, whose weights stay as they are.
+
+    A loss or gradient that is not finite ends the run with an error that names the example. It is not left out: the same
+    example would be met in each epoch, by all later runs, and NaN has as often another cause than its example.
 
     Args:
         loss: of drafted blocks.
@@ -92,6 +107,10 @@ class DFlashTrainer(Trainer):
         )
         self.layer_ids = feature_layers(drafter.config, target, loss)
         self.model_accepts_loss_kwargs = True  # so that Trainer leaves dividing by the batches of a step to us
+        self.args.logging_nan_inf_filter = False  # it writes an average where a loss is NaN
+        self.add_callback(FiniteSteps(self))
+        # Of the batches of a step: loss, and whether each row's hidden states are finite (B,).
+        self._step: list[tuple[dict, torch.Tensor, torch.Tensor]] = []
         self._head = None  # of the step, where only a part of the vocabulary takes part
         self._anchors: torch.Tensor | int = 0  # of this process since the last log
         self._last_log = time.monotonic()
@@ -115,6 +134,7 @@ class DFlashTrainer(Trainer):
         Draws depend on seed, step and process only, so a resumed run draws what an uninterrupted one would have.
         """
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._step = []
         seed = (self.args.seed * 1_000_003 + self.state.global_step) * self.args.world_size + self.args.process_index
         generator = torch.Generator().manual_seed(seed % 2**63)
         weights = torch.zeros((), device=device)
@@ -155,7 +175,50 @@ class DFlashTrainer(Trainer):
             teacher = states.gather(1, index).unflatten(1, labels.shape[1:])[valid]  # (M, K - 1, H)
         with self.accelerator.autocast():  # blocks of padding cost nothing from here on
             total = self._loss(drafter, hidden[valid], labels[valid], supervised[valid], teacher)
+        self._step.append((inputs, total.detach(), hidden.detach().isfinite().flatten(1).all(1)))
         return total / num_items_in_batch
+
+    def check_step(self):
+        """Look at the losses and the gradient of the step that is to be taken, all at once.
+
+        Raises:
+            ValueError: one of them is not finite, in any process; names the examples and the likely cause.
+        """
+        finite = torch.stack([loss for _, loss, _ in self._step]).isfinite().all()
+        # Under float16 autocast the scaler itself leaves out a step whose gradient overflows, and lowers the scale.
+        if self.accelerator.scaler is None:
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            finite = finite & torch.nn.utils.get_total_norm(gradients).isfinite()
+        if self.args.world_size > 1:  # so that all processes stop at the same step
+            finite = self.accelerator.reduce(finite.float(), "sum") == self.args.world_size
+        if finite:
+            return
+        causes = self._not_finite()
+        if self.args.world_size > 1:
+            causes = gather_object(causes)
+        if not causes:
+            names = [name for inputs, _, _ in self._step for name, _, _ in inputs["examples"]]
+            causes = [f"the backward pass overflows on one of the examples {', '.join(names)}. Lower --learning-rate."]
+        raise ValueError(
+            f"step {self.state.global_step + 1} was not taken, its loss or gradient is not finite: {' '.join(causes)} Nothing that "
+            f"was saved is harmed: --drafter {self.args.output_dir}/checkpoint-N starts a run from the checkpoint of step N."
+        )
+
+    def _not_finite(self) -> list[str]:
+        """Say which examples of this process made a step not finite, with the cause: a sentence, or none."""
+        overflowing, rows = [], []
+        for inputs, loss, sound in self._step:
+            features = inputs.get("features")
+            if features is None:
+                features = document_features(self.target, inputs, self.layer_ids)
+            whole = features.isfinite().all(-1).split([length for _, _, length in inputs["examples"]])
+            suspect = ~sound if not sound.all() else (~loss.isfinite()).expand_as(sound)
+            for (name, row, _), finite in zip(inputs["examples"], whole):
+                rows += [name] * bool(suspect[row])
+                overflowing += [name] * (not finite.all())
+        if overflowing:
+            return [not_finite(overflowing, self.layer_ids, self.target.dtype)]
+        return [f"the drafter overflows on examples {', '.join(rows)}. Lower --learning-rate."] if rows else []
 
     def draw(self, rows, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         return draw_anchors(rows, self.num_anchors, generator, fixed=self.flex)
@@ -231,14 +294,15 @@ class DFlashTrainer(Trainer):
 
 
 def evaluate(target, drafter, prompts: list[dict], rows: list[dict], max_new_tokens: int, accelerator=None) -> dict:
-    """Figures of one evaluation, over all processes; `acceptance_length` is that of real generation."""
+    """Figures of one evaluation, over all processes; `acceptance_length` is that of real generation.
+
+    Raises:
+        ValueError: a weight of the drafter is not finite.
+    """
+    check_finite(dict(drafter.named_parameters()), "the drafter to be evaluated")
 
     def gathered(values: list) -> list:
-        if accelerator is None or accelerator.num_processes == 1:
-            return values
-        from accelerate.utils import gather_object
-
-        return gather_object(values)
+        return values if accelerator is None or accelerator.num_processes == 1 else gather_object(values)
 
     real = generate(target, drafter, [row["prompt_ids"] for row in prompts], max_new_tokens)
     replayed, forced, first = replay(target, drafter, rows)
