@@ -93,11 +93,16 @@ def check_finite(tensors: dict[str, torch.Tensor], whose: str):
         ValueError: a tensor holds NaN or infinity; names it.
     """
     if found := nonfinite(tensors):
-        shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-        raise ValueError(
-            f"{whose} holds values that are not finite (NaN or infinity) in {shown}: its training diverged, or the file is "
-            "damaged. Take an earlier checkpoint."
-        )
+        raise ValueError(nonfinite_sentence(found, whose))
+
+
+def nonfinite_sentence(names: list[str], whose: str) -> str:
+    """Say in which tensors values are not finite, and what to do."""
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return (
+        f"{whose} holds values that are not finite (NaN or infinity) in {shown}: its training diverged, or the file is damaged. "
+        "Take an earlier checkpoint."
+    )
 
 
 def code_files(folder: Path) -> list[Path]:

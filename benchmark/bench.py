@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..convert.checkpoint import read_json
 from ..demo.pair import dtype_of, in_mode, room_for_answer
-from ..hub_files import write_text
+from ..hub_files import check_finite, write_text
 from ..modeling_dflash import DFlashDraftModel
 from ..training.identity import identify
 from .methods import make_method
@@ -51,6 +51,8 @@ class Bench:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(target)
         self.target = transformers.AutoModelForCausalLM.from_pretrained(target, **load).eval()
         self.drafter = DFlashDraftModel.from_pretrained(drafter, **load).eval() if drafter else None
+        if self.drafter is not None:
+            check_finite(dict(self.drafter.named_parameters()), drafter)
         self.assistant = (
             transformers.AutoModelForCausalLM.from_pretrained(assistant, **load).eval() if assistant else None
         )

@@ -1,15 +1,15 @@
-"""What a drafter is, for people: everything that its files say, and what is odd about it. No weight is read."""
+"""What a drafter is, for people: everything that its files say, and what is odd about it. Weights are read once, to see that they are finite."""
 
 import json
 import math
 from pathlib import Path
 
 from ..configuration_dflash import SLIDING
-from ..hub_files import custom_generate_source
+from ..hub_files import custom_generate_source, nonfinite_sentence
 from .card import RECORD, attention_in_words
 from .checkpoint import Stored
 from .engines import TITLES, export_and_serve, obstacles, serve_command
-from .reading import LAYOUTS, OURS, Drafter
+from .reading import LAYOUTS, OURS, Drafter, nonfinite_weights
 from .zlab import DRAFTING, scales
 
 HERE = Path(__file__).parent.parent
@@ -96,6 +96,8 @@ def oddities(drafter: Drafter) -> list[str]:
     """What is allowed, and still worth a look."""
     config, found = drafter.config, []
     folder = drafter.checkpoint.folder
+    if names := nonfinite_weights(drafter):
+        found.append(nonfinite_sentence(names, "it"))
     if config.target_name_or_path is None:
         found.append("no target is recorded; dflash-hub import --target records it")
     if len({tensor.dtype for tensor in drafter.match.drafter.values()}) > 1:

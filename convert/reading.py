@@ -9,6 +9,7 @@ import torch
 from transformers.utils import cached_file
 
 from ..configuration_dflash import DFlashConfig, read_config_dict
+from ..hub_files import nonfinite_sentence
 from . import native, speculators, zlab
 from .checkpoint import DTYPES, Checkpoint, Stored, in_a_line, open_checkpoint, tensors_of
 from .init import borrowed_names, read_target_config, recorded_name, target_skeleton, weight_files
@@ -120,18 +121,26 @@ def read_drafter(
 
 
 def read_ours(folder: str | Path) -> Drafter:
-    """A drafter in a folder of our own layout.
+    """A drafter in a folder of our own layout, whose weights are finite. They are read once.
 
     Raises:
         OSError: there is no folder.
-        ValueError: see `read_drafter`, or it is of another layout.
+        ValueError: see `read_drafter`, or it is of another layout, or a weight is not finite.
     """
     if not Path(folder).is_dir():
         raise OSError(f"{folder} is no folder.")
     drafter = read_drafter(str(folder))
     if drafter.layout != OURS:
         raise ValueError(f"{folder} is in another format ({drafter.layout}); `dflash-hub import` it first.")
+    if found := nonfinite_weights(drafter):
+        raise ValueError(nonfinite_sentence(found, str(folder)))
     return drafter
+
+
+def nonfinite_weights(drafter: Drafter) -> list[str]:
+    """List the tensors of a file that hold NaN or infinity, reading them piece by piece."""
+    tensors = drafter.match.drafter.values()
+    return [tensor.name for tensor in tensors if not all(bool(piece.isfinite().all()) for piece in tensor.pieces())]
 
 
 def recognise(config: dict, source: str) -> str:

@@ -111,6 +111,21 @@ def test_an_untrained_drafter_and_a_wrong_pair_are_told_apart(target, tokenizer,
     assert "may be untrained" in findings["likely cause"].detail
     findings = check(tiny_drafter(), target, tokenizer, messages, None, None, 24)
     assert [f.name for f in findings] == ["pair"] and findings[0].ok is False
+    with torch.no_grad():
+        fresh.fc.weight[0, 0] = float("nan")
+    findings = check(fresh, target, tokenizer, messages, None, None, 24)
+    assert [(f.name, f.ok) for f in findings] == [("pair", True), ("weights", False)]
+    assert "in fc.weight" in findings[1].detail
+
+
+def test_a_drafter_whose_logits_are_not_finite_in_this_dtype_is_found(target, tokenizer, messages):
+    """Its weights are finite, its hidden states are not: what large activations do in float16."""
+    drafter = tiny_drafter(num_target_layers=LAYERS, target_layer_ids=TAPS)
+    with torch.no_grad():
+        drafter.layers[0].mlp.down_proj.weight.fill_(1e38)
+    found = by_name(check(drafter, target, tokenizer, messages[:1], None, None, 12))
+    assert found["layouts"].ok is False and "logits are not finite in float32: load" in found["layouts"].detail
+    assert found["acceptance"].ok is False and "not finite" in found["likely cause"].detail
 
 
 @pytest.mark.parametrize("fault", ["taps", "layouts", "leak ahead", "leak blind"])

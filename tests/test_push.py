@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 from conftest import CODE, ROOT, tiny_drafter
+from dflash_hub import DFlashDraftModel
 from dflash_hub.cli import app
 from dflash_hub.convert.card import write_card
 from dflash_hub.convert.description import describe
 from dflash_hub.convert.exporting import export_drafter
+from dflash_hub.convert.importing import import_drafter
 from dflash_hub.convert.init import weight_files
 from dflash_hub.convert.pushing import push_drafter
 from dflash_hub.convert.reading import read_drafter
@@ -102,6 +104,29 @@ def test_what_is_not_pushed(folder, tmp_path):
         push_drafter(folder, "me/d", dry_run=True)
     with pytest.raises(OSError, match="is no folder"):
         push_drafter(tmp_path / "nowhere", "me/d")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_or_reported(value, folder, tmp_path, hub):
+    """Whatever the file came through: nothing reaches the Hub, a card or another format."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors["layers.1.mlp.up_proj.weight"][-1, -1] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    card = (folder / "README.md").read_text()
+    for refuse in (
+        lambda: push_drafter(folder, "me/d"),
+        lambda: push_drafter(folder, "me/d", dry_run=True),
+        lambda: write_card(folder),
+        lambda: export_drafter(str(folder), tmp_path / "zlab"),
+        lambda: import_drafter(str(folder), tmp_path / "again"),
+        lambda: DFlashDraftModel.from_pretrained(folder).save_pretrained(tmp_path / "saved"),
+    ):
+        with pytest.raises(ValueError, match="layers.1.mlp.up_proj.weight"):
+            refuse()
+    assert hub.repositories == {} and (folder / "README.md").read_text() == card
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d"]
+    odd = run("inspect", folder).split("\nodd:\n")[1]
+    assert "holds values that are not finite (NaN or infinity) in layers.1.mlp.up_proj.weight" in odd
 
 
 def test_a_hub_that_cannot_be_reached(folder, monkeypatch):

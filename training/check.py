@@ -17,6 +17,7 @@ from ..convert.card import RECORD
 from ..convert.checkpoint import read_json
 from ..demo.pair import end_tokens
 from ..drafter_candidates import DFlashCandidateGenerator
+from ..hub_files import nonfinite, nonfinite_sentence
 from ..target_model import check_pair, tap_request, tapped
 from .answers import encode
 from .blocks import denoise
@@ -63,6 +64,8 @@ def check(
             f"hidden size {config.hidden_size}, {config.num_target_layers} layers, block {config.block_size}",
         )
     ]
+    if names := nonfinite(dict(drafter.named_parameters())):
+        return [*findings, Finding("weights", False, nonfinite_sentence(names, "the drafter"))]
     prompt_ids = [encode(tokenizer, messages, [], thinking) for messages in prompts]
     findings += [taps_are_layer_outputs(drafter, target, prompt_ids[0])]
     rows = answered(target, prompt_ids, max_new_tokens)
@@ -133,6 +136,15 @@ def layouts_agree(drafter, target, row: dict) -> list[Finding]:
     taps = list(context[:, :anchor].split(config.hidden_size, dim=-1))
     generated = candidates.draft_logits(rows.input_ids[:, anchor : anchor + 1], taps, config.block_size - 1)[0]
     logits = drafter.draft_logits(trained[-1, 1:].to(target.dtype), head)
+    if not generated.amax(-1).isfinite().all():
+        dtype = str(drafter.dtype).removeprefix("torch.")
+        return [
+            Finding(
+                "layouts",
+                False,
+                f"the drafter's logits are not finite in {dtype}: load target and drafter in another dtype",
+            )
+        ]
     spread = float(generated[generated.isfinite()].std())
     difference = float((logits - generated).masked_fill(generated == -torch.inf, 0).abs().max())
     limit = (1e-3 if target.dtype == torch.float32 else 0.2) * max(spread, 1e-6)

@@ -16,6 +16,7 @@ from ..benchmark.report import interval, over_prompts, table, tau_of
 from ..cli import run_plainly
 from ..convert.checkpoint import read_json
 from ..demo.smollm2 import smollm2
+from ..hub_files import check_finite
 from ..modeling_dflash import DFlashDraftModel
 from .answers import read_answers
 from .commands import typed_command
@@ -34,6 +35,7 @@ def main(
     loaded, _ = load_target(target or smollm2()[0], dtype)
     identity = identify(loaded)
     model = DFlashDraftModel.from_pretrained(drafter, dtype=loaded.dtype).to(loaded.device).eval()
+    check_finite(dict(model.named_parameters()), drafter)
     lines, taus = [], []
     for folder in answers:
         settings = read_json(folder / "settings.json", "generation", "identity")
