@@ -403,8 +403,7 @@ class Decoding:
         text, most = self.text, self.candidates.num_draft_tokens
         running = [row for row in range(self.rows) if not self.stop.resting(row)]
         left = self.stop.budget - min(text.lengths[row] for row in running) - 1  # the target itself adds one
-        position = max(self.inputs.position(text.lengths[row], row) for row in running)
-        room = self.rollback.most_drafts(self.limits.most_drafts(position, min(most, max(left, 0))))
+        room = self.rollback.most_drafts(self.limits.most_drafts(self._longest_position(), min(most, max(left, 0))))
         schedule = self.call.schedule
         wanted = most if schedule is None else schedule.next(len(running), self.inputs.columns)
         if not self.rollback.fixed_lengths:
@@ -413,6 +412,14 @@ class Decoding:
         if wanted == 0 or not lengths:
             return 0
         return next((n for n in lengths if n >= wanted), lengths[-1])
+
+    def _longest_position(self) -> int:
+        """Position of the newest token of the longest sequence whose tokens the next forward pass goes on with.
+
+        In lockstep the pass feeds finished sequences too, at positions that grow like the others'.
+        """
+        fed = [row for row in range(self.rows) if not (self.apart and self.stop.resting(row))]
+        return max(self.inputs.position(self.text.lengths[row], row) for row in fed)
 
     def draft(self, count: int) -> torch.LongTensor:
         """Draft tokens (B, count), in the text's buffer as well."""

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 import transformers
-from conftest import ROOT, prompt_of, tiny_drafter, tiny_target
+from conftest import DRAFTERS, ROOT, prompt_of, tiny_drafter, tiny_target
 from dflash_hub.target_model import CACHE
 from families import VOCAB, drafter_for, equal_texts, tiny_family, trial
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -93,6 +93,38 @@ def test_a_boundary_is_met_by_position_not_by_length(family, overrides):
     inputs = {"input_ids": prompt_of(20), "position_ids": torch.arange(11, 31)[None]}
     inputs["before"] = lambda: target(torch.tensor([[5]]))
     assert equal_texts(target, drafter, new_tokens=20, **inputs) is None
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize(
+    ("family", "overrides", "longest"),
+    (("llama", DYNAMIC, 38), ("llama", LONG, 34), ("phi3", LONG, 34), ("gpt2", {"max_position_embeddings": 40}, 34)),
+)
+def test_a_finished_sequence_still_counts_for_the_boundary(family, overrides, longest, kind, drafts_of):
+    """In lockstep the longest sequence is fed on after its end: across the boundary, and to the end of a position table."""
+    target, drafter = tiny_family(family, **overrides)
+    reset = torch.tensor([[5]])  # see above
+    ids = torch.cat([prompt_of(longest, 3), prompt_of(longest, 8)])
+    ids[1, : longest - 8] = 0
+    inputs = {"inputs": ids, "attention_mask": (ids != 0).long(), "do_sample": False, "pad_token_id": 0}
+    target(reset)
+    free = target.generate(**inputs, max_new_tokens=40 - longest if family == "gpt2" else 16)[:, longest:]
+    # The longest sequence ends with a token that the other one never writes; gpt2's batch ends just within its table.
+    ends = [next(int(token) for token in free[0, 1:] if token not in free[1])]
+    inputs |= {"eos_token_id": ends + [int(free[1, -1])] * (family == "gpt2"), "max_new_tokens": 16}
+    target(reset)
+    plain = target.generate(**inputs)
+    assert plain[0, -1] == 0 and not (plain[1, longest:] == 0).any()
+    drafts_of(kind, plain)
+    target(reset)
+    found = target.generate(**inputs, return_dict_in_generate=True, assistant_model=drafter)  # hence in lockstep
+    assert torch.equal(found.sequences, plain)
+    drafted, accepted = found.speculation.drafted[1], found.speculation.accepted[1]
+    assert max(drafted) > 0 or overrides is DYNAMIC
+    if kind == "oracle":
+        assert accepted == drafted
+    if kind == "half-right" and overrides is LONG:
+        assert 0 < sum(accepted) < sum(drafted)
 
 
 @pytest.mark.parametrize("family", ("gpt2", "opt", "gptj"))
