@@ -53,6 +53,10 @@ UNSUPPORTED_SWITCHES = {
     "has_own_lm_head": (False, "an LM head of its own"),
     "quantization_config": (None, "quantised weights"),
 }
+# What every producer states, and no tensor's shape gives away: with another value a drafter loads, and drafts worse.
+UNSEEN = ("hidden_act", "rms_norm_eps")
+SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+GUESSING = "Guessing it would load, and draft badly."
 # The class names under which stacks save a plain DFlash drafter.
 ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel", "DFlashLagunaForCausalLM")
 
@@ -264,6 +268,7 @@ class DFlashConfig(PreTrainedConfig):
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         if not config_dict:
             raise OSError(f"no config.json in {str(pretrained_model_name_or_path)!r}.")
+        check_stated(config_dict)
         return read_config_dict(config_dict), kwargs
 
     @classmethod
@@ -279,6 +284,18 @@ class DFlashConfig(PreTrainedConfig):
 
 
 FIELDS = tuple(name for name in DFlashConfig.__annotations__)
+
+
+def check_stated(config: dict):
+    """Refuse a config.json of ours that lost a field: `save_pretrained` writes every one, whatever its value.
+
+    Raises:
+        ValueError: a field is not there that changes what is drafted; names it.
+    """
+    if config.get("model_type") == "dflash" and "dflash_config" not in config:
+        _require_stated(config, (*UNSEEN, "layer_types", "block_causal"))
+        missing = [name for name in ("sliding_window", *SCALES) if name not in config]
+        _require(not missing, f"config.json does not state {missing}, where null is a value too. {GUESSING}")
 
 
 def read_config_dict(config: dict) -> dict:
@@ -335,24 +352,21 @@ class _ZlabReader:
         unknown = sorted(set(self.nested) - self.NESTED_NAMES - set(UNSUPPORTED_PARTS))
         _require(not unknown, f"`dflash_config` holds {unknown}, which this version does not know how to honour.")
 
-        needed = [name for name in FIELDS[: FIELDS.index("rope_parameters")] if self.top.get(name) is None]
-        _require(not needed, f"the drafter's config does not state {needed}.")
+        _require_stated(self.top, (*FIELDS[: FIELDS.index("rope_parameters")], *UNSEEN))
         # What says the same in both spellings keeps its name; the rest of a Qwen3 configuration does not touch a drafter.
         read = {name: self.top[name] for name in FIELDS if name in self.top}
         read |= {name: self.top[name] for name in ("dtype", "torch_dtype") if name in self.top}
         read |= {"model_type": "dflash", "architectures": ["DFlashDraftModel"], "tie_word_embeddings": False}
-        for name in ("block_size", "mask_token_id", "num_target_layers"):
+        for name in ("block_size", "mask_token_id", "num_target_layers", "target_layer_ids"):
             value = self.one(name, self.top.get(name), self.nested.get(name))
-            _require(value is not None, f"`{name}` is stated neither at the top level nor in `dflash_config`.")
+            _require(
+                value is not None, f"`{name}` is stated neither at the top level nor in `dflash_config`. {GUESSING}"
+            )
             read[name] = value
-        for name in ("input_embedding_scale", "output_multiplier", "final_logit_softcapping"):
+        for name in SCALES:
             value = self.one(name, self.top.get(name), self.nested.get(name))
             if value is not None:
                 read[name] = value
-        taps = self.one("target_layer_ids", self.top.get("target_layer_ids"), self.nested.get("target_layer_ids"))
-        if taps is None:
-            taps = spread_target_layer_ids(read["num_target_layers"], self.top["num_hidden_layers"])
-        read["target_layer_ids"] = taps
         read["rope_parameters"] = self.rope()
         read["layer_types"], read["sliding_window"] = self.layer_types()
         read["block_causal"] = self.block_causal(read["layer_types"])
@@ -367,6 +381,7 @@ class _ZlabReader:
 
     def rope(self) -> dict:
         rope = dict(self.top.get("rope_parameters") or {})
+        scaled = "rope_scaling" in self.top or "rope_type" in rope or "type" in rope
         scaling = dict(self.top.get("rope_scaling") or {})
         for name in sorted(set(rope) & set(scaling)):
             self.one(f"rope {name}", rope[name], scaling[name])
@@ -378,13 +393,17 @@ class _ZlabReader:
         theta = self.one("rope_theta", rope.get("rope_theta"), self.top.get("rope_theta"))
         _require(
             theta is not None,
-            "the RoPE base is not stated: expected `rope_theta`, or `rope_parameters` with it. Guessing it would load, "
-            "and draft badly.",
+            f"the RoPE base is not stated: expected `rope_theta`, or `rope_parameters` with it. {GUESSING}",
+        )
+        _require(
+            scaled,
+            "how RoPE is scaled is not stated: expected `rope_scaling` (null for not at all), or `rope_parameters` with a "
+            f"`rope_type`. {GUESSING}",
         )
         return _checked_rope(rope | {"rope_theta": theta})
 
     def layer_types(self) -> tuple[list[str], int | None]:
-        """(layer_types, sliding_window): `layer_types`, or Model-Optimizer's all-layer `use_swa`, or Qwen3's rule."""
+        """(layer_types, sliding_window): `layer_types`, or a switch for all layers, Model-Optimizer's `use_swa` or Qwen3's."""
         depth = self.top["num_hidden_layers"]
         layer_types = self.top.get("layer_types")
         use_swa = self.one("use_swa", self.top.get("use_swa"), self.nested.get("use_swa"))
@@ -395,8 +414,12 @@ class _ZlabReader:
             )
             layer_types = [SLIDING] * depth
         elif layer_types is None:
-            first = self.top.get("max_window_layers", depth) if self.top.get("use_sliding_window") else depth
-            layer_types = [SLIDING if layer >= first else FULL for layer in range(depth)]
+            # Qwen3's own rule for what `max_window_layers` leaves to slide is wrong where the last layer is the full one.
+            _require(
+                self.top.get("use_sliding_window") is False,
+                f"which layers slide is not stated: expected `layer_types`, or `use_sliding_window: false`. {GUESSING}",
+            )
+            layer_types = [FULL] * depth
         if SLIDING not in layer_types:
             return list(layer_types), None
         _require(
@@ -441,6 +464,11 @@ def spread_target_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
         f"layer; use at most {max(last, 1)}.",
     )
     return [round(1 + i * (last - 1) / (num_taps - 1)) for i in range(num_taps)]
+
+
+def _require_stated(config: dict, names):
+    missing = [name for name in names if config.get(name) is None]
+    _require(not missing, f"the drafter's config does not state {missing}. {GUESSING}")
 
 
 def _refuse_unsupported_parts(config: dict, vocab_size: int | None):

@@ -3,8 +3,6 @@
 Its config states neither the vocabulary nor the depth of the target: both come from the target's config.
 """
 
-from transformers import AutoConfig
-
 from ..configuration_dflash import DFlashConfig, read_config_dict
 from .zlab import NOT_CARRIED as ZLAB_NOT_CARRIED
 from .zlab import scales
@@ -23,16 +21,16 @@ def recognises(config: dict) -> bool:
 
 
 def read(config: dict, facts) -> dict:
-    # transformers saves what differs from the class's defaults; what is not stated has the default.
-    complete = AutoConfig.for_model(**config).to_dict()
+    if not isinstance(config.get("layer_types"), list):
+        raise ValueError(f"`layer_types` must be a list, got {config.get('layer_types')!r}.")
     return read_config_dict(
-        complete
+        config
         | {
             "architectures": ["DFlashDraftModel"],
             "vocab_size": facts.vocabulary,
             "num_target_layers": facts.layers,
             "target_name_or_path": facts.name,
-            "block_causal": [False] * len(complete["layer_types"]),
+            "block_causal": [False] * len(config["layer_types"]),
             "dflash_config": {},
         }
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers.utils import cached_file
 
-from ..configuration_dflash import DFlashConfig, read_config_dict
+from ..configuration_dflash import DFlashConfig, check_stated, read_config_dict
 from ..hub_files import nonfinite_sentence
 from . import native, speculators, zlab
 from .checkpoint import DTYPES, Checkpoint, Stored, in_a_line, open_checkpoint, tensors_of
@@ -107,6 +107,8 @@ def read_drafter(
             raise ValueError(f"{source!r} does not say how many layers its target has; pass --target.")
         facts = read_target(name)
     try:
+        if layout == OURS:
+            check_stated(config)
         fields = read_config_dict(config) if layout == OURS else LAYOUTS[layout].read(config, facts)
         if target is not None and not (Path(target).is_dir() and fields.get("target_name_or_path")):
             fields = fields | {"target_name_or_path": recorded_name(target)}

@@ -4,8 +4,6 @@ Its drafters may carry copies of the target's embedding and head. Those are the 
 them, export writes them from the target's files.
 """
 
-from transformers import AutoConfig
-
 from ..configuration_dflash import FULL, SLIDING, DFlashConfig, read_config_dict
 from .zlab import NOT_CARRIED as ZLAB_NOT_CARRIED
 from .zlab import decoder_config, scales
@@ -49,12 +47,10 @@ def read(config: dict, facts) -> dict:
     decoder = config.get("transformer_layer_config")
     if not isinstance(decoder, dict):
         raise ValueError("config.json has no `transformer_layer_config`.")
-    # The package saves what differs from the class's defaults; what is not stated has the default.
-    complete = AutoConfig.for_model(**({"model_type": "qwen3"} | decoder)).to_dict()
     hidden = config.get("target_hidden_size")
-    if hidden not in (None, complete["hidden_size"]):
+    if hidden not in (None, decoder.get("hidden_size")):
         raise ValueError(
-            f"`target_hidden_size` is {hidden}, the drafter's hidden size {complete['hidden_size']}: a drafter that borrows no "
+            f"`target_hidden_size` is {hidden}, the drafter's hidden size {decoder.get('hidden_size')}: a drafter that borrows no "
             "embedding of its own width is not supported."
         )
     taps = config.get("aux_hidden_state_layer_ids")
@@ -63,19 +59,22 @@ def read(config: dict, facts) -> dict:
             f"`aux_hidden_state_layer_ids` must be a list of 1 (the first layer's output) and up, got {taps!r}. 0, the "
             "embeddings, is not supported."
         )
-    non_causal = config.get("sliding_window_non_causal", False)
+    non_causal = config.get("sliding_window_non_causal")
     if not isinstance(non_causal, bool):
-        raise ValueError(f"`sliding_window_non_causal` must be true or false, got {non_causal!r}.")
-    layer_types = complete.get("layer_types") or [FULL] * complete["num_hidden_layers"]
+        raise ValueError(
+            f"`sliding_window_non_causal` must be true or false, got {non_causal!r}. Its readers disagree on what a file without "
+            "it means."
+        )
+    layer_types = decoder.get("layer_types")
+    if not isinstance(layer_types, list):
+        raise ValueError(f"`transformer_layer_config` must state `layer_types`, a list, got {layer_types!r}.")
     return read_config_dict(
-        complete
-        | {name: decoder[name] for name in ("rope_theta", "rope_scaling") if name in decoder}
+        decoder
         | {name: config[name] for name in ("sample_from_anchor", "dtype") if config.get(name)}
         | {
             "architectures": ["DFlashDraftModel"],
-            # The package's own defaults.
-            "draft_vocab_size": config.get("draft_vocab_size", 32000),
-            "block_size": config.get("block_size", 8),
+            "draft_vocab_size": config.get("draft_vocab_size", 32000),  # the package's own default
+            "block_size": config.get("block_size"),
             "num_target_layers": facts.layers,
             "target_name_or_path": facts.name,
             # Full layers are always bidirectional there.

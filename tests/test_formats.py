@@ -1,18 +1,19 @@
 """Every ecosystem in and out: recognised, carried bit for bit, or refused by name."""
 
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import LAYERS, VOCAB, tiny_drafter, tiny_target
+from conftest import LAYERS, VOCAB, tiny_config, tiny_drafter, tiny_target
 from dflash_hub import DFlashConfig, DFlashDraftModel
 from dflash_hub.convert.exporting import GOALS, export_drafter
 from dflash_hub.convert.importing import import_drafter
 from dflash_hub.convert.names import RENAMED, renamed
-from dflash_hub.convert.reading import LAYOUTS, read_drafter
+from dflash_hub.convert.reading import LAYOUTS, Target, read_drafter
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
@@ -275,7 +276,7 @@ def test_lagunas_fused_projections_are_split(tmp_path):
 
 
 def test_transformers_own_drafter_class(tmp_path, target_folder):
-    """Saved by that class itself; what its config leaves out has the class's default. The same forward pass."""
+    """Saved by that class itself, which states every field. The same forward pass."""
     from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
     torch.manual_seed(3)
@@ -290,7 +291,6 @@ def test_transformers_own_drafter_class(tmp_path, target_folder):
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
     native.save_pretrained(tmp_path / "native")
-    rewrite(tmp_path / "native", lambda c: c.pop("rms_norm_eps") and None)  # the class's default
     with pytest.raises(ValueError, match="does not say how many layers its target has; pass --target"):
         import_drafter(str(tmp_path / "native"), tmp_path / "back")
     done = import_drafter(str(tmp_path / "native"), tmp_path / "back", target=target_folder)
@@ -340,18 +340,89 @@ def test_speculators_with_a_tied_target_and_without_copies(tmp_path):
     assert_same(tmp_path / "back", drafter)
 
 
-def test_speculators_default_of_what_is_not_stated(tmp_path, target_folder):
-    """Its config.json holds what differs from Qwen3's defaults."""
-    drafter_of(tmp_path / "ours", target_name_or_path=target_folder, rms_norm_eps=1e-6)
-    export_drafter(str(tmp_path / "ours"), tmp_path / "out", "speculators")
+# A drafter in which every value that changes a draft is another one than any reader's default.
+UNUSUAL = {
+    "hidden_act": "gelu", "rms_norm_eps": 3e-5, "max_position_embeddings": 96, "block_size": 7, "mask_token_id": 90,
+    "target_layer_ids": [0, 2], "num_target_layers": 9, "layer_types": [SLIDING, FULL], "sliding_window": 8,
+    "block_causal": [False, False], "rope_parameters": YARN | {"beta_fast": 16.0},
+}  # fmt: skip
+SCALED = {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 30.0}
+SHAPES = (
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
+).split()  # fmt: skip
+# By format, what is left out in every place where it stands, and what is said of it.
+GUESSES = {
+    "zlab": {
+        **{(name,): name for name in (*SHAPES, "vocab_size", "max_position_embeddings", "hidden_act", "rms_norm_eps")},
+        **{(name,): name for name in ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers")},
+        ("rope_theta",): "the RoPE base",
+        ("rope_scaling", "rope_parameters"): "how RoPE is scaled",
+        ("rope_type",): "`rope_type`",
+        ("factor",): "`factor` of `rope_parameters`",
+        ("original_max_position_embeddings",): "`original_max_position_embeddings` of",
+        ("layer_types",): "which layers slide",
+        ("sliding_window",): "needs a `sliding_window`",
+    },
+    "speculators": {
+        **{(name,): name for name in (*SHAPES, "vocab_size", "max_position_embeddings", "hidden_act", "rms_norm_eps")},
+        **{(name,): name for name in ("block_size", "mask_token_id", "layer_types", "sliding_window_non_causal")},
+        ("aux_hidden_state_layer_ids",): "aux_hidden_state_layer_ids",
+        ("rope_theta",): "the RoPE base",
+        ("rope_scaling", "rope_parameters"): "how RoPE is scaled",
+        ("sliding_window",): "needs a `sliding_window`",
+        ("draft_vocab_size",): "a reduced draft vocabulary",
+    },
+    "transformers": {
+        **{(name,): name for name in (*SHAPES, "max_position_embeddings", "hidden_act", "rms_norm_eps", "layer_types")},
+        **{(name,): name for name in ("block_size", "mask_token_id", "target_layer_ids")},
+        ("rope_theta",): "the RoPE base",
+        ("rope_parameters",): "the RoPE base",
+        ("sliding_window",): "needs a `sliding_window`",
+    },
+}
+# What may be left out, since that itself says something, to all of a format's readers: no scale, the paper's YaRN, causal
+# sliding layers beside bidirectional full ones. Biases are seen in the tensors; the rest computes nothing.
+UNSTATED = {
+    *SCALED, "use_sliding_window", "max_window_layers", "beta_fast", "is_causal", "causal", "attention_bias", "attention_dropout", "initializer_range",
+    "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "use_cache", "dtype", "transformers_version",
+    "architectures", "auto_map", "model_type", "dflash_config", "speculators_config", "speculators_version",
+    "speculators_model_type", "target_hidden_size", "sample_from_anchor", "transformer_layer_config", "algorithm",
+    "proposal_methods", "default_proposal_method", "verifier", "name_or_path",
+}  # fmt: skip
+# RoPE in two spellings, of which one is enough; both together are tried above.
+TWICE = {"rope_scaling", "rope_parameters", "rope_type", "factor", "original_max_position_embeddings"}
 
-    def leave_out(config):
-        for name in ("rms_norm_eps", "hidden_act"):
-            del config["transformer_layer_config"][name]
 
-    rewrite(tmp_path / "out", leave_out)
-    done = import_drafter(str(tmp_path / "out"), tmp_path / "back")
-    assert (done.config.rms_norm_eps, done.config.hidden_act) == (1e-6, "silu")
+def without_names(value, names):
+    """A config without `names`, in every place."""
+    if not isinstance(value, dict):
+        return value
+    return {name: without_names(inner, names) for name, inner in value.items() if name not in names}
+
+
+def names_in(value) -> set[str]:
+    return {n for name, inner in value.items() for n in (name, *names_in(inner))} if isinstance(value, dict) else set()
+
+
+@pytest.mark.parametrize("layout", GUESSES)
+def test_nothing_that_changes_a_draft_is_guessed(layout):
+    """Each entry of a format's config is refused by name where it is missing, or is in a list with the reason why not."""
+    fields = UNUSUAL | (SCALED if layout == "zlab" else {})
+    config = tiny_config(**fields, target_name_or_path="org/target", dtype=torch.bfloat16)
+    facts = Target("org/target", config.num_target_layers, config.vocab_size, ["LlamaForCausalLM"])
+    stated = json.loads(json.dumps(LAYOUTS[layout].write(config, facts)))
+    read = DFlashConfig.from_dict(LAYOUTS[layout].read(stated, facts))
+    for name in fields:
+        assert getattr(read, name) == getattr(config, name), name
+    for names, sentence in GUESSES[layout].items():
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            DFlashConfig.from_dict(LAYOUTS[layout].read(without_names(stated, names), facts))
+    listed = {name for names in GUESSES[layout] for name in names} | UNSTATED | TWICE
+    assert names_in(stated) <= listed, names_in(stated) - listed
+    for name in ("rope_scaling", "rope_parameters", "use_sliding_window", "max_window_layers"):
+        if (name,) not in GUESSES[layout]:
+            again = DFlashConfig.from_dict(LAYOUTS[layout].read(without_names(stated, (name,)), facts))
+            assert all(getattr(again, field) == getattr(config, field) for field in fields), name
 
 
 @pytest.mark.parametrize(
