@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
-from transformers.cache_utils import StaticSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, StaticSlidingWindowLayer
 from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteriaList
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import logging
@@ -465,6 +465,11 @@ class Decoding:
         )
         if "logits_to_keep" in model_inputs:
             model_inputs["logits_to_keep"] = count
+        if model_inputs.get(CACHE) is None:
+            # Phi-3 starts a new cache at the boundary of its RoPE, with drafts in its first pass: sliding layers must keep
+            # what those push out of the window, as only a cache that exists before the pass can be told.
+            model_inputs[CACHE] = DynamicCache(config=self.target.config.get_text_config(decoder=True))
+            model_inputs[CACHE].activate_past_recording()
         self.speculation.target_passes += 1
         with self.rollback.verifying():
             return self.target(**model_inputs, return_dict=True)

@@ -68,7 +68,10 @@ LONG = {
 
 
 @pytest.mark.parametrize("prompt_length", (12, 30, 38, 39, 40, 41, 50))
-@pytest.mark.parametrize(("family", "overrides"), (("llama", DYNAMIC), ("phi3", LONG), ("llama", LONG)))
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    (("llama", DYNAMIC), ("phi3", LONG), ("phi3", LONG | {"sliding_window": 8}), ("llama", LONG)),
+)
 def test_no_pass_straddles_a_rope_boundary(family, overrides, prompt_length):
     """On both sides, on it, and across: the crossing goes token by token, as in plain decoding."""
     target, drafter = tiny_family(family, **overrides)
