@@ -13,6 +13,7 @@ from dflash_hub import DFlashDraftModel
 from dflash_hub.training import blocks
 from dflash_hub.training import check as checks
 from dflash_hub.training.answers import encode
+from dflash_hub.training.arguments import read_field
 from dflash_hub.training.check import check
 from dflash_hub.training.features import checksum
 from dflash_hub.training.identity import identify, template_fingerprint
@@ -657,6 +658,49 @@ def test_orderings_and_cost_print_their_tables(tiny_pair, monkeypatch, capsys):
         "| 4 | 4 | 16 | 1 | o",
         "| 2 | 4 | 16 | 1 | o",
     ]
+
+
+VALUES = [
+    ("save_strategy", "no", "no"),
+    ("run_name", "on", "on"),
+    ("run_name", "true", "true"),
+    ("run_name", "1e3", "1e3"),
+    ("report_to", "none", "none"),
+    ("optim_args", "y", "y"),
+    ("fsdp", "off", "off"),
+    ("save_only_model", "true", True),
+    ("bf16_full_eval", "False", False),
+    ("disable_tqdm", "null", None),
+    ("weight_decay", "1e-4", 1e-4),
+    ("save_total_limit", "3", 3),
+    ("save_total_limit", "null", None),
+    ("fsdp_config", '{"version": 2, "name": no}', {"version": 2, "name": "no"}),
+    ("optim_target_modules", "[no, on]", ["no", "on"]),
+    ("save_only_model", "no", "save_only_model=no is neither true nor false"),
+    ("save_total_limit", "yes", "save_total_limit=yes is no number"),
+    ("save_total_limit", "1.5", "save_total_limit=1.5 is no number"),
+]
+
+
+def test_values_of_arguments_are_read_by_the_type_of_their_field(tmp_path, monkeypatch):
+    """On the command line and in a file, where YAML 1.1 would make booleans of `no`, `on` and `y`."""
+    from dflash_hub.training import train as module
+
+    monkeypatch.chdir(tmp_path)
+    taken = []
+    monkeypatch.setattr(module, "train", lambda options, *rest: taken.append(options))
+    for name, text, value in VALUES:
+        (tmp_path / "o.yaml").write_text(f"arguments:\n  {name}: {text}\nmask_token: no\n")
+        assert invoke("train", *TINY_RUN, "--output", "run", "--argument", f"{name}={text}").exit_code == 0
+        assert invoke("train", *TINY_RUN, "--output", "run", "--config", "o.yaml").exit_code == 0
+        assert taken[-1].mask_token == "no"
+        for options in taken[-2:]:
+            if isinstance(value, str) and "is n" in value:
+                with pytest.raises(ValueError, match=value):
+                    read_field(name, options.arguments[name])
+            else:
+                found = read_field(name, options.arguments[name])
+                assert (found, type(found)) == (value, type(value)), name
 
 
 def test_a_config_file_with_an_unknown_option_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -37,7 +38,10 @@ def from_file(context: typer.Context, path: Path | None) -> Path | None:
             further = stated.pop("arguments")
             if not isinstance(further, dict):
                 raise ValueError(f"{path} has {further!r} as `arguments`; expected names with their values.")
-            stated["argument"] = [f"{name}={json.dumps(value, default=str)}" for name, value in further.items()]
+            stated["argument"] = [
+                f"{name}={value if isinstance(value, str) else json.dumps(value, default=str)}"
+                for name, value in further.items()
+            ]
         parameters = {parameter.name: parameter for parameter in context.command.params}
         unknown = sorted(str(name) for name in stated if name not in parameters)
         if unknown:
@@ -50,10 +54,24 @@ def from_file(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def read_yaml(text: str, source: str):
+    """Read YAML in which only `true` and `false` are booleans, as in version 1.2: `no`, `on` and `y` are text.
+
+    Raises:
+        ValueError: it is no YAML; names the source.
+    """
     import yaml
 
+    boolean = "tag:yaml.org,2002:bool"
+
+    class Loader(yaml.SafeLoader):
+        yaml_implicit_resolvers = {
+            first: [(tag, rule) for tag, rule in rules if tag != boolean]
+            for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+    Loader.add_implicit_resolver(boolean, re.compile("(?:true|True|TRUE|false|False|FALSE)$"), "tTfF")
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{source} is no YAML: {' '.join(str(error).split())}") from error
 
@@ -259,11 +277,12 @@ def layer_list(taps: str | None) -> list[int] | None:
         raise ValueError(f"--taps {taps!r} is no list of layers; write it as 1,9,17.") from None
 
 
-def read_argument(text: str) -> tuple:
+def read_argument(text: str) -> tuple[str, str]:
+    """(name, value) of an `--argument`; the value is read later, by the type of its field."""
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"--argument {text!r} is not NAME=VALUE.")
-    return name, read_yaml(value, f"--argument {text!r}")
+    return name, value
 
 
 def json_lines(figures: dict) -> str:

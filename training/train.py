@@ -4,13 +4,11 @@ A run's folder holds `run.yaml` (every option as resolved), `start/` (the untrai
 `curves.png`, and in the end `drafter/`: the best checkpoint by the acceptance of its rounds, in bfloat16, with its record and card.
 """
 
-import contextlib
 import dataclasses
 import json
 import math
 import random
 import sys
-import typing
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,6 +41,7 @@ from ..hub_files import write_text
 from ..modeling_dflash import DFlashDraftModel
 from ..target_model import check_pair, embedding_rows
 from .answers import read_answers
+from .arguments import read_field
 from .check import read_record
 from .data import Collator, PackedRows, document_key, row_length, split_held_out, usable_rows
 from .features import FeatureCache, check_teacher, checksum, feature_layers, tapped_features
@@ -449,20 +448,6 @@ def training_arguments(options: TrainOptions, num_packs: int, output: Path, fixe
             1  # else transformers splits a batch over all GPUs, masks left out; several need `accelerate launch`
         )
     return made
-
-
-def read_field(name: str, value):
-    """A value of `--argument`; a number where the field of `TrainingArguments` is one: YAML takes 1e-4 for a text."""
-    hint = typing.get_type_hints(TrainingArguments)[name]
-    number = next((kind for kind in (int, float) if kind in (typing.get_args(hint) or (hint,))), None)
-    if number is None or value is None:
-        return value
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            value = number(value)
-    if not isinstance(value, (int, number)):
-        raise ValueError(f"--argument {name}={value} is no number; this field of TrainingArguments is one.")
-    return value
 
 
 def last_checkpoint(output: Path) -> str | None:
