@@ -1,5 +1,7 @@
 """A target with its drafter, loaded once, and the text that the two write, by who chose which part of it."""
 
+import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,33 +95,104 @@ class Pair:
         return settings if room is None else settings | {"max_new_tokens": min(settings["max_new_tokens"], room)}
 
 
+def cleans_up(tokenizer) -> bool:
+    """Whether `tokenizer.decode` takes spaces out of its text; transformers ignores the setting for BPE, unless forced."""
+    bpe = type(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)).__name__ == "BPE"
+    forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+    return tokenizer.clean_up_tokenization_spaces and (not bpe or getattr(tokenizer, forced))
+
+
 class DraftedText:
-    """Decodes tokens as they come into parts of text, each chosen by the target itself or drafted and accepted."""
+    """Decodes tokens as they come into parts of text, each chosen by the target itself or drafted and accepted.
+
+    The parts, joined, are the text that the tokenizer makes of all tokens together, without special ones. Text that later
+    tokens can still change waits for them, or for `finish`; it is marked as the token that settles it. Tokens are decoded
+    together with the few before them only, so the work is linear in the text.
+    """
+
+    # Tokens before the new ones that are decoded with them: a character has at most four bytes, and a token at least one.
+    CONTEXT = 4
+    # A single byte, in vocabularies that spell rare characters so. A run of them is broken as a whole where one of its
+    # characters is, so it is decoded when it has ended.
+    BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+    # The end of a text from which clean-up can still take spaces: " ." and " 've" lose the first one, " ' " both.
+    OPEN_SPACES = re.compile(r" [ ']*(?:n[ ']*|[vr])?$")
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        self.tokens: list[int] = []
-        self.shown = 0  # characters
+        self.cleans_up = cleans_up(tokenizer)
+        self.waiting: list[int] = []  # tokens that are not decoded yet
+        self.drafted = False  # who chose the newest token
+        self.window: list[int] = []  # the newest decoded tokens
+        self.shown = 0  # characters of the window's text
+        self.uncleaned = ""  # decoded text that ends in open spaces
 
     def add(self, tokens: list[int], drafted: int) -> list[tuple[str, bool]]:
         """(text, whether it was drafted) of the next tokens, of which the first `drafted` were."""
         parts = []
-        for ids, by_drafter in ((tokens[:drafted], True), (tokens[drafted:], False)):
-            if not ids:
+        for i, token in enumerate(tokens):
+            if not self._is_text(token):
                 continue
-            self.tokens += ids
-            text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-            # Half a character waits for its other bytes.
-            if not text.endswith("\ufffd") and len(text) > self.shown:
-                parts.append((text[self.shown :], by_drafter))
-                self.shown = len(text)
-        return parts
+            if not self._is_byte(token):
+                parts.append(self._settle())
+            self.waiting.append(token)
+            self.drafted = i < drafted
+            if not self._is_byte(token):
+                parts.append(self._settle())
+        return _joined(parts)
+
+    def finish(self) -> list[tuple[str, bool]]:
+        """What still waited when the text ended: half a character is shown as the tokenizer shows it."""
+        return _joined([self._settle(last=True)])
+
+    def _settle(self, last: bool = False) -> tuple[str, bool]:
+        """The text that the waiting tokens settle, and who chose the newest of them."""
+        if self.waiting or last:
+            self.window += self.waiting
+            self.waiting = []
+            text = self._decode(self.window)
+            half = text.endswith("\ufffd") and not last
+            end = len(text) - half
+            self.uncleaned, self.shown = self.uncleaned + text[self.shown : end], end
+            self._move_window(unshown=int(half))
+        held = self.OPEN_SPACES.search(self.uncleaned) if self.cleans_up and not last else None
+        end = len(self.uncleaned) if held is None else held.start()
+        settled, self.uncleaned = self.uncleaned[:end], self.uncleaned[end:]
+        return self.tokenizer.clean_up_tokenization(settled) if self.cleans_up else settled, self.drafted
+
+    def _move_window(self, unshown: int):
+        """Keep the newest tokens as context; they decode alike from here on, whatever was before them."""
+        start = len(self.window) - self.CONTEXT
+        while start > 0 and self._is_byte(self.window[start]):
+            start -= 1
+        if start >= self.CONTEXT:
+            self.window = self.window[start:]
+            self.shown = len(self._decode(self.window)) - unshown
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _is_text(self, token: int) -> bool:
+        """Whether a token can add to the text; special ones do not, nor those that pad the vocabulary."""
+        name = self.tokenizer.convert_ids_to_tokens(token)
+        skipped = not self._decode([token]) and self.tokenizer.decode([token])
+        return name is not None and not skipped
+
+    def _is_byte(self, token: int) -> bool:
+        return self.BYTE.fullmatch(self.tokenizer.convert_ids_to_tokens(token) or "") is not None
+
+
+def _joined(parts: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
+    """Neighbours of one kind together, without empty ones."""
+    groups = itertools.groupby((part for part in parts if part[0]), key=lambda part: part[1])
+    return [("".join(text for text, _ in group), drafted) for drafted, group in groups]
 
 
 class DraftStreamer:
     """A streamer that shows the text as it comes; a piece is one round: drafted tokens, then the target's own.
 
-    Only the last round can end on a drafted token, so each piece waits for the next one, and the last for `finish`.
+    Only the last round can end on a drafted token, so each piece waits for the next one, and the last for `finish`,
+    without which an answer is not complete.
 
     Args:
         show: called with (text, whether it was drafted).
@@ -136,16 +209,17 @@ class DraftStreamer:
             self.prompt_seen = True
             return
         if self.waiting is not None:
-            self._show(self.waiting, len(self.waiting) - 1)
+            self._show(self.text.add(self.waiting, len(self.waiting) - 1))
         self.waiting = value.flatten().tolist()
 
     def end(self):
         pass
 
     def finish(self, speculation: Speculation):
-        """Show the last piece, given the statistics of the call."""
-        self._show(self.waiting, speculation.accepted[0][-1] if speculation.accepted[0] else 0)
+        """Show the rest, given the statistics of the call."""
+        self._show(self.text.add(self.waiting, speculation.accepted[0][-1] if speculation.accepted[0] else 0))
+        self._show(self.text.finish())
 
-    def _show(self, tokens: list[int], drafted: int):
-        for text, by_drafter in self.text.add(tokens, drafted):
+    def _show(self, parts: list[tuple[str, bool]]):
+        for text, by_drafter in parts:
             self.show(text, by_drafter)

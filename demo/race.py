@@ -133,8 +133,10 @@ class Lane:
             self.seconds += time.perf_counter() - self._since
             if self.with_drafter:
                 self._mark_last_round(output.speculation.accepted[0])
+            self.parts += self.text.finish()
             self.output = output
         except _Closed:
+            self.parts += self.text.finish()
             return
         except Exception as error:
             self.error = error
@@ -143,9 +145,9 @@ class Lane:
     def _mark_last_round(self, accepted: list[int]):
         """The last round may have ended the text on a drafted token, which shows only now."""
         if accepted and accepted[-1] == len(self.pieces[-1]):
-            text = DraftedText(self.pair.tokenizer)
+            self.text = DraftedText(self.pair.tokenizer)
             counts = [0, *accepted]
-            self.parts = [part for piece, drafted in zip(self.pieces, counts) for part in text.add(piece, drafted)]
+            self.parts = [part for piece, drafted in zip(self.pieces, counts) for part in self.text.add(piece, drafted)]
 
 
 class Race:
