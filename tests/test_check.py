@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -10,7 +12,7 @@ import pytest
 import torch
 from conftest import tiny_drafter, tiny_target
 from dflash_hub import DFlashDraftModel
-from dflash_hub.training import blocks
+from dflash_hub.training import blocks, checkpoints
 from dflash_hub.training import check as checks
 from dflash_hub.training.answers import encode
 from dflash_hub.training.arguments import read_field
@@ -465,6 +467,83 @@ def test_an_interrupted_run_that_stops_early_goes_on_as_it_would_have(tiny_pair,
         states.append((record["steps"], record["best_step"], record["weights_sha256"]))
         weights.append(DFlashDraftModel.from_pretrained(tiny_pair / name / "drafter").fc.weight)
     assert states[0] == states[1] and states[0][:2] == (6, 4) and weights[0].equal(weights[1])
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def zero(path):
+    path.write_bytes(bytes(path.stat().st_size))  # as a power cut leaves blocks that were never written
+
+
+DAMAGED = [
+    (lambda folder: (folder / "trainer_state.json").write_text(""), "trainer_state.json has 0 bytes of [0-9]+"),
+    (lambda folder: cut(folder / "model.safetensors"), "model.safetensors has 1000 bytes of [0-9]+"),
+    (lambda folder: zero(folder / "model.safetensors"), r"model.safetensors is not what was written \(checksum\)"),
+    (lambda folder: zero(folder / "optimizer.pt"), r"optimizer.pt is not what was written \(checksum\)"),
+    (lambda folder: (folder / "scheduler.pt").unlink(), "scheduler.pt is missing"),
+    (lambda folder: (folder / "files.json").write_text("{"), "files.json is no JSON"),
+    (lambda folder: (folder / "files.json").unlink(), "its saving was interrupted"),
+]
+
+
+def test_a_run_goes_on_from_the_newest_checkpoint_that_is_whole(tiny_pair, capsys):
+    """The damaged ones are named, with what is wrong; where none is left the run is not begun anew without a word."""
+    run = [
+        "train",
+        *TINY_RUN,
+        "--drafter",
+        "drafter",
+        "--max-steps",
+        3,
+        "--evaluations",
+        3,
+        "--argument",
+        "save_total_limit=5",
+    ]
+    assert invoke(*run, "--output", "run").exit_code == 0
+    whole = DFlashDraftModel.from_pretrained("run/drafter").fc.weight
+    newest, middle, oldest = (tiny_pair / "run" / "checkpoints" / f"checkpoint-{step}" for step in (3, 2, 1))
+    assert checkpoints.resumable_checkpoint(tiny_pair / "run") == newest and "left out" not in capsys.readouterr().err
+    for damage, sentence in DAMAGED:
+        shutil.copytree(newest, tiny_pair / "kept")
+        damage(newest)
+        assert checkpoints.resumable_checkpoint(tiny_pair / "run") == middle
+        assert re.search(f"left out: checkpoint-3: .*{sentence}.* goes on from checkpoint-2", capsys.readouterr().err)
+        shutil.rmtree(newest)
+        (tiny_pair / "kept").rename(newest)
+
+    DAMAGED[0][0](newest)
+    shutil.rmtree("run/drafter")
+    done = invoke(*run, "--output", "run", "--resume")
+    assert done.exit_code == 0, done.exception
+    assert DFlashDraftModel.from_pretrained("run/drafter").fc.weight.equal(whole)
+    assert checkpoints.damage(newest) is None  # written anew
+
+    # A damaged best checkpoint is not what the drafter is made of.
+    cut(middle / "model.safetensors")
+    assert checkpoints.best_checkpoint(tiny_pair / "run", str(middle)) == newest
+    assert "checkpoint-2 is left out: model.safetensors has 1000 bytes of" in capsys.readouterr().err
+    for folder in (newest, oldest):
+        (folder / "optimizer.pt").unlink()
+    before = {path: path.stat().st_mtime_ns for path in (tiny_pair / "run").rglob("*")}
+    failed = invoke(*run, "--output", "run", "--resume").exception
+    assert "no checkpoint in run/checkpoints can be resumed: checkpoint-3: optimizer.pt is missing; " in str(failed)
+    assert {path: path.stat().st_mtime_ns for path in (tiny_pair / "run").rglob("*")} == before
+    (tiny_pair / "run" / "run.yaml").write_text("")
+    (newest / "files.json").unlink(), (middle / "files.json").unlink(), (oldest / "files.json").unlink()
+    assert "run.yaml holds no options" in str(invoke(*run, "--output", "run", "--resume").exception)
+
+
+def test_a_run_that_saves_models_only_says_that_it_cannot_be_resumed(tiny_pair):
+    run = ["train", *TINY_RUN, "--drafter", "drafter", "--output", "run", "--argument", "save_only_model=true"]
+    done = invoke(*run)
+    assert done.exit_code == 0 and "this run cannot be resumed: save_only_model" in done.output
+    failed = invoke(*run, "--resume").exception
+    assert "checkpoint-1: it holds no optimizer state (save_only_model). Start anew" in str(failed)
+    failed = invoke("train", *TINY_RUN, "--drafter", "drafter", "--output", "other", "--argument", "save_strategy=no")
+    assert "save_strategy=no saves no checkpoint" in str(failed.exception) and not (tiny_pair / "other").exists()
 
 
 def test_align_keeps_the_drafters_mode_and_names_the_target_it_follows(tiny_pair, monkeypatch):

@@ -43,6 +43,8 @@ from ..target_model import check_pair, embedding_rows
 from .answers import read_answers
 from .arguments import read_field
 from .check import read_record
+from .checkpoints import FileLists, best_checkpoint, resumable_checkpoint
+from .commands import read_yaml
 from .data import Collator, PackedRows, document_key, row_length, split_held_out, usable_rows
 from .features import FeatureCache, check_teacher, checksum, feature_layers, tapped_features
 from .identity import differences, has_thinking_modes, identify, same_target, template_fingerprint
@@ -65,6 +67,7 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
             f"--optimizer muon needs torch 2.9 or newer, this is {torch.__version__}; pass --optimizer adamw."
         )
     output, state = Path(options.output), accelerate.PartialState()
+    checkpoint = resumable_checkpoint(output) if resume else None
     target, tokenizer = load_target(options.target, options.dtype)
     identity = identify(target)
     prompts = prompts_by_id(options)
@@ -119,7 +122,7 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
         checkpoint_activations(drafter)
     width = (options.pack_length or max(dataset.lengths())) if fixed else None
 
-    callbacks = [LogFile(output / "log.jsonl")]
+    callbacks = [LogFile(output / "log.jsonl"), FileLists()]
     if options.patience is not None:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=options.patience))
     trainer = DFlashTrainer(
@@ -130,16 +133,17 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
     if trainer.is_world_process_zero():
         print(describe(training, held_out, dropped, dataset, drafter, reduced_head), flush=True)
         show_sample(training[0], tokenizer)
-    checkpoint = last_checkpoint(output) if resume else None
+        if arguments.save_only_model:
+            print("this run cannot be resumed: save_only_model leaves optimizer and schedule out of its checkpoints")
     if checkpoint is not None:
         arguments.eval_on_start = False  # to early stopping it would be an evaluation without a better one
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
 
     trainer.accelerator.wait_for_everyone()
     figures = {}
     if trainer.is_world_process_zero():
-        best = trainer.state.best_model_checkpoint or last_checkpoint(output)
-        best_step = int(best.rsplit("-", 1)[1])
+        best = best_checkpoint(output, trainer.state.best_model_checkpoint)
+        best_step = int(best.name.rsplit("-", 1)[1])
         drafter = DFlashDraftModel.from_pretrained(best, dtype=torch.bfloat16)
         drafter = drafter.to(target.device).eval()
         drafter.set_attn_implementation("sdpa")
@@ -432,6 +436,8 @@ def training_arguments(options: TrainOptions, num_packs: int, output: Path, fixe
     if unknown:
         raise ValueError(f"{unknown} are no fields of transformers' TrainingArguments.")
     fields |= {name: read_field(name, value) for name, value in options.arguments.items()}
+    if fields["save_strategy"] == "no":
+        raise ValueError("--argument save_strategy=no saves no checkpoint, of which the drafter is made; leave it out.")
     try:
         made = TrainingArguments(**fields)
         # The trainer makes them later, when a run has begun.
@@ -450,20 +456,15 @@ def training_arguments(options: TrainOptions, num_packs: int, output: Path, fixe
     return made
 
 
-def last_checkpoint(output: Path) -> str | None:
-    """The newest complete checkpoint, None where there is none yet."""
-    found = sorted((output / "checkpoints").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    complete = [path for path in found if (path / "trainer_state.json").is_file()]
-    return str(complete[-1]) if complete else None
-
-
 def _open_run(output: Path, options: TrainOptions, resume: bool, **resolved):
     path = output / "run.yaml"
     stated = dataclasses.asdict(options) | resolved
     if path.exists():
         if not resume:
             raise ValueError(f"{output} holds a run already; pass --resume to go on with it, or another --output.")
-        before = yaml.safe_load(path.read_text(encoding="utf-8"))
+        before = read_yaml(path.read_text(encoding="utf-8"), str(path))
+        if not isinstance(before, dict):
+            raise ValueError(f"{path} holds no options, it is damaged; start anew with another --output.")
         changed = [name for name in stated if before.get(name) != stated[name]]
         if changed:
             found = {name: before.get(name) for name in changed}
