@@ -33,7 +33,7 @@ screenshots: $(VENV)/.test $(VENV)/.demo $(VENV)/.app
 test-oldest: .venv-oldest/.test
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n $(WORKERS) -m "not slow and not peers and not browser" \
 		tests/test_configuration_dflash.py tests/test_modeling_dflash.py tests/test_generation_dflash.py \
-		tests/test_decode_choice.py tests/test_native_route.py tests/test_remote_code.py tests/test_families.py
+		tests/test_decode_choice.py tests/test_native_route.py tests/test_remote_code.py tests/test_families.py tests/test_adopting.py
 
 peers: $(VENV)/.test $(VENV)/.demo .venv-peers/.zlab .venv-speculators/.speculators .venv-engines/.files
 	$(BIN)/python -m pytest -m peers

@@ -1,9 +1,11 @@
 """DFlash drafters for transformers: make a target write several tokens a pass, with the same text.
 
-Names are imported when they are first used, so that importing the package costs nothing.
+Names are imported when they are first used, so that importing the package costs nothing. From then on `generate` takes drafters
+of foreign classes as well.
 """
 
 import importlib
+import sys
 
 __version__ = "0.1.0"
 
@@ -24,3 +26,43 @@ def __getattr__(name):
 
 def __dir__():
     return sorted(__all__)
+
+
+def _adopt_foreign_drafters():
+    """Hand the hook in `generate` what adopts drafters of foreign classes."""
+    from .convert import adopting
+    from .generation_dflash import install_generate_hook
+
+    install_generate_hook(adopting)
+
+
+class _WhenGenerateIsImported:
+    """Import finder that hands over what adopts foreign drafters as soon as transformers' `generate` has been imported.
+
+    Importing transformers right here would be simpler, and would make `dflash-hub --help` and shell completion wait for it.
+    """
+
+    MODULE = "transformers.generation.utils"
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name != cls.MODULE:
+            return None
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not cls)
+        spec = next((spec for spec in others if spec is not None), None)
+        if spec is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module):
+                run(module)
+                sys.meta_path.remove(cls)
+                _adopt_foreign_drafters()
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+if _WhenGenerateIsImported.MODULE in sys.modules:
+    _adopt_foreign_drafters()
+else:
+    sys.meta_path.insert(0, _WhenGenerateIsImported)

@@ -58,31 +58,51 @@ logger = logging.get_logger(__name__)
 # The call: from the hook to the loop.
 
 
-def install_generate_hook():
+def install_generate_hook(adopter=None):
     """Make `target.generate(..., assistant_model=drafter)` use our loop; every other call stays as it was.
 
     A process can hold several copies of this code (remote code, an installed package). The first one installs; the
     drafter is recognised by its config's `model_type` and answers for itself, with its own copy.
+
+    Args:
+        adopter: `adopter.recognizes(assistant)` says by the config whether a foreign object is a drafter, and
+            `adopter.adopt(assistant, target)` returns a drafter of ours in its place, or raises. Remote code has none.
     """
+    if not hasattr(GenerationMixin.generate, "_dflash_adopters"):
+        _wrap_generate()
+    adopters = GenerationMixin.generate._dflash_adopters
+    if adopter is not None and adopter not in adopters:
+        adopters.append(adopter)
+
+
+def _wrap_generate():
     original = GenerationMixin.generate
-    if getattr(original, "_dflash_hook", False):
-        return
     names = list(inspect.signature(original).parameters)[1:]  # without self
     position = names.index("assistant_model")
+    adopters = []  # of whichever copy of the code has one
 
     @functools.wraps(original)
     def generate(self, *args, **kwargs):
         assistant = args[position] if len(args) > position else kwargs.get("assistant_model")
-        if getattr(getattr(assistant, "config", None), "model_type", None) != "dflash":
-            return original(self, *args, **kwargs)
+        ours = getattr(getattr(assistant, "config", None), "model_type", None) == "dflash"
+        adopter = None
+        if assistant is not None and not ours:
+            adopter = next((adopter for adopter in adopters if adopter.recognizes(assistant)), None)
         call = dict(zip(names, args)) | kwargs
-        # Asked for by name: transformers' own DFlash route, and our `custom_generate`, which comes back here without it.
-        if is_native_route(self, call) or is_our_custom_generate(call.get("custom_generate")):
+        # transformers' own DFlash route is asked for by name, and takes the object as it is.
+        if not (ours or adopter) or is_native_route(self, call):
             return original(self, *args, **kwargs)
-        call.pop("assistant_model")
-        return assistant.assisted_generate(self, original, **call)
+        drafter = assistant if adopter is None else adopter.adopt(assistant, self)
+        call["assistant_model"] = drafter
+        if is_our_custom_generate(call.get("custom_generate")):  # it comes back here without `custom_generate`
+            output = original(self, **call)
+        else:
+            output = drafter.assisted_generate(self, original, **without(call, "assistant_model"))
+        # Of an adopted drafter the caller holds the foreign object only.
+        assistant.last_speculation = drafter.last_speculation
+        return output
 
-    generate._dflash_hook = True
+    generate._dflash_hook, generate._dflash_adopters = True, adopters
     GenerationMixin.generate = generate
 
 

@@ -55,10 +55,10 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Unpickled:
-    """A tensor of a pickle, mapped into memory by torch."""
+class InMemory:
+    """A tensor in memory: of a pickle, mapped by torch, or of a module, which has no file."""
 
-    file: Path
+    file: Path | None
     name: str
     tensor: torch.Tensor
 
@@ -74,7 +74,7 @@ class Unpickled:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.tensor.shape)
 
-    def rows(self, first: int, count: int) -> "Unpickled":
+    def rows(self, first: int, count: int) -> "InMemory":
         return replace(self, tensor=self.tensor[first : first + count])
 
     def pieces(self) -> Iterator[torch.Tensor]:
@@ -84,7 +84,7 @@ class Unpickled:
         return self.tensor
 
 
-def _rows_of_a_piece(tensor: Stored | Unpickled) -> int:
+def _rows_of_a_piece(tensor: Stored | InMemory) -> int:
     return max(1, PIECE // max(1, math.prod(tensor.shape[1:]) * tensor.dtype.itemsize))
 
 
@@ -96,7 +96,7 @@ class Checkpoint:
     folder: Path
     config_path: Path
     config: dict
-    tensors: dict[str, Stored | Unpickled] = field(default_factory=dict)
+    tensors: dict[str, Stored | InMemory] = field(default_factory=dict)
 
 
 def open_checkpoint(
@@ -241,7 +241,7 @@ def tensors_of(files: dict[Path, set[str] | None]) -> dict[str, Stored]:
     return tensors
 
 
-def _unpickle(path: Path) -> dict[str, Unpickled]:
+def _unpickle(path: Path) -> dict[str, InMemory]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises many kinds for a damaged or refused pickle
@@ -257,10 +257,10 @@ def _unpickle(path: Path) -> dict[str, Unpickled]:
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
             kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else tensor.layout
             raise ValueError(f"{path}: {name} is a {kind} tensor; expected an ordinary one, with all of its values.")
-    return {name: Unpickled(path, name, tensor.detach()) for name, tensor in state.items()}
+    return {name: InMemory(path, name, tensor.detach()) for name, tensor in state.items()}
 
 
-def write_tensors(path: Path, tensors: dict[str, Stored | Unpickled]):
+def write_tensors(path: Path, tensors: dict[str, Stored | InMemory]):
     """Write one safetensors file, piece by piece. The same bytes as `safetensors.torch.save_file` gives.
 
     Raises:

@@ -10,7 +10,7 @@ import torch
 
 from ..configuration_dflash import DFlashConfig
 from ..modeling_dflash import DFlashDraftModel
-from .checkpoint import Stored, Unpickled, write_tensors
+from .checkpoint import InMemory, Stored, write_tensors
 from .folders import new_folder
 from .reading import LAYOUTS, OURS, check_borrowed, read_drafter
 
@@ -80,7 +80,7 @@ def import_drafter(
     return Imported(title, config, drafter.match.lines, notes)
 
 
-def write_drafter(folder: Path, config: DFlashConfig, tensors: dict[str, Stored | Unpickled]):
+def write_drafter(folder: Path, config: DFlashConfig, tensors: dict[str, Stored | InMemory]):
     """A complete folder of ours: config, code, `custom_generate/`, card, and the tensors piece by piece."""
     with torch.device("meta"):
         model = DFlashDraftModel(copy.deepcopy(config)).to(config.dtype)

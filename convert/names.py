@@ -10,7 +10,7 @@ import torch
 
 from ..configuration_dflash import DFlashConfig
 from ..modeling_dflash import DFlashDraftModel, DFlashRotaryEmbedding
-from .checkpoint import DTYPES, Stored, Unpickled
+from .checkpoint import DTYPES, InMemory, Stored
 
 # By format, the drafter's names that it spells in another way. All others are the same everywhere.
 RENAMED = {
@@ -66,8 +66,8 @@ class Match:
         lines: a line a tensor of the file, for people.
     """
 
-    drafter: dict[str, Stored | Unpickled]
-    borrowed: dict[str, Stored | Unpickled]
+    drafter: dict[str, Stored | InMemory]
+    borrowed: dict[str, Stored | InMemory]
     lines: list[tuple[str, str]]
 
 
@@ -78,7 +78,7 @@ def expected_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
 
 
 def match(
-    layout: str, tensors: dict[str, Stored | Unpickled], expected: dict[str, tuple], config: DFlashConfig, source: str
+    layout: str, tensors: dict[str, Stored | InMemory], expected: dict[str, tuple], config: DFlashConfig, source: str
 ) -> Match:
     """Find a drafter's tensors among those of a file.
 
@@ -133,7 +133,7 @@ def match(
     return Match({name: found[name] for name in expected}, borrowed, lines)
 
 
-def renamed(layout: str, tensors: dict[str, Stored | Unpickled]) -> dict[str, Stored | Unpickled]:
+def renamed(layout: str, tensors: dict[str, Stored | InMemory]) -> dict[str, Stored | InMemory]:
     """Tensors by our names to tensors by the layout's."""
     return {RENAMED[layout].get(name, name): tensor for name, tensor in tensors.items()}
 

@@ -11,7 +11,7 @@ from transformers.utils import cached_file
 from ..configuration_dflash import DFlashConfig, check_stated, read_config_dict
 from ..hub_files import nonfinite_sentence
 from . import native, speculators, zlab
-from .checkpoint import DTYPES, Checkpoint, Stored, in_a_line, open_checkpoint, tensors_of
+from .checkpoint import DTYPES, Checkpoint, InMemory, Stored, in_a_line, open_checkpoint, tensors_of
 from .init import borrowed_names, read_target_config, recorded_name, target_skeleton, weight_files
 from .names import Match, expected_shapes, match
 
@@ -107,9 +107,7 @@ def read_drafter(
             raise ValueError(f"{source!r} does not say how many layers its target has; pass --target.")
         facts = read_target(name)
     try:
-        if layout == OURS:
-            check_stated(config)
-        fields = read_config_dict(config) if layout == OURS else LAYOUTS[layout].read(config, facts)
+        fields = read_fields(layout, config, facts)
         if target is not None and not (Path(target).is_dir() and fields.get("target_name_or_path")):
             fields = fields | {"target_name_or_path": recorded_name(target)}
         drafter_config = DFlashConfig.from_dict(fields)
@@ -156,6 +154,14 @@ def recognise(config: dict, source: str) -> str:
         f"{source!r} is of no format that is known: model_type {config.get('model_type')!r}, architectures "
         f"{config.get('architectures')!r}. Known: {OURS}, {', '.join(LAYOUTS)}."
     )
+
+
+def read_fields(layout: str, config: dict, facts: Target | None) -> dict:
+    """The fields of `DFlashConfig` that a config of this layout states."""
+    if layout == OURS:
+        check_stated(config)
+        return read_config_dict(config)
+    return LAYOUTS[layout].read(config, facts)
 
 
 def _main_dtype(found: Match) -> torch.dtype:
@@ -214,17 +220,31 @@ def check_borrowed(drafter: Drafter, target: str):
     Raises:
         ValueError: one differs, or the target's files cannot be read; names it.
     """
-    theirs = target_tensors(target, drafter.config)
-    for name, copy in drafter.match.borrowed.items():
+    compare_borrowed(drafter.match.borrowed, target_tensors(target, drafter.config), target)
+
+
+def compare_borrowed(copies: dict[str, Stored | InMemory], theirs: dict[str, Stored | InMemory], target: str):
+    """Compare copies with the target's tensors of the same names, a chunk of rows at a time.
+
+    Raises:
+        ValueError: one differs; names it.
+    """
+    for name, copy in copies.items():
         for here, there in _side_by_side(copy, theirs[name]):
-            if not torch.equal(here, there.to(here.dtype)):
+            if not _equal_up_to_dtype(here, there):
                 raise ValueError(
                     f"{name} differs from that of the target {target!r}: the drafter has one of its own, which is not "
                     "supported, or belongs to another target."
                 )
 
 
-def _side_by_side(first, second) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _equal_up_to_dtype(here: torch.Tensor, there: torch.Tensor) -> bool:
+    # Either of the two may have been cast to a narrower type when it was loaded or saved.
+    dtype = min(here.dtype, there.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.equal(here.to(dtype), there.to(here.device, dtype))
+
+
+def _side_by_side(first: Stored | InMemory, second: Stored | InMemory) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     step = max(1, 2**24 // max(1, first.shape[1]))
     for start in range(0, first.shape[0], step):
         count = min(step, first.shape[0] - start)

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import shutil
 import subprocess
 import sys
 import types
@@ -16,11 +17,12 @@ import pytest
 import torch
 from conftest import ROOT, tiny_drafter, tiny_target
 from dflash_hub import DFlashConfig, DFlashDraftModel
+from dflash_hub.convert.adopting import adopt
 from dflash_hub.convert.exporting import export_drafter
 from dflash_hub.convert.importing import import_drafter
 from safetensors.torch import load_file
 from test_formats import KINDS, drafter_of
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, dynamic_module_utils
 
 pytestmark = pytest.mark.peers
 PEERS = ROOT / ".venv-peers" / "bin" / "python"
@@ -64,6 +66,38 @@ def test_z_labs_package_makes_the_same_rounds(zlab_folder, fixture_folder, smoll
         assert text[0, len(prompt_ids) :].tolist() == row["output_ids"]
         assert drafter.last_speculation.acceptance_lengths[0][:-1] == row["rounds"][:-1]
         assert drafter.last_speculation.num_accepted > 0
+
+
+def test_an_object_of_z_labs_class_is_adopted_as_it_is(fixture_folder, smollm2_path, tmp_path, monkeypatch):
+    """The mission's own lines: their file beside their config, loaded by AutoModel, handed to plain `generate`."""
+    code = next(PEERS.parent.parent.glob("lib/python*/site-packages/dflash/model.py"), None)
+    if code is None:
+        pytest.skip(f"z-lab's package is not installed at {PEERS}; run `make peers`")
+    folder = tmp_path / "zlab"
+    shutil.copytree(fixture_folder, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    shutil.copy(code, folder / "dflash.py")
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+    target = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32)
+    drafter = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    ours = DFlashDraftModel.from_pretrained(folder, dtype=torch.float32)
+    assert type(drafter) is not type(ours) and hasattr(drafter, "spec_generate")
+    block, context = torch.randn(1, ours.config.block_size, 576), torch.randn(1, 7, ours.fc.in_features)
+    with torch.no_grad():
+        theirs = drafter(
+            position_ids=torch.arange(7 + ours.config.block_size)[None], noise_embedding=block, target_hidden=context
+        )
+        adopted = adopt(drafter, target)(block, context).last_hidden_state
+    torch.testing.assert_close(adopted, theirs, rtol=1e-5, atol=1e-5)
+    prompts = json.loads((fixture_folder / "reference.json").read_text())
+    for prompt in (prompts if isinstance(prompts, list) else prompts["prompts"])[:2]:
+        call = {"inputs": torch.tensor([prompt["prompt_ids"]]), "max_new_tokens": 32, "do_sample": False}
+        text = target.generate(**call, assistant_model=drafter, num_assistant_tokens=4)
+        assert torch.equal(text, target.generate(**call)) and drafter.last_speculation.num_accepted > 0
+        target.generate(**call, assistant_model=ours, num_assistant_tokens=4)
+        assert drafter.last_speculation.accepted == ours.last_speculation.accepted
 
 
 def test_the_bench_measures_z_labs_package(smollm2_path, tmp_path):

@@ -178,6 +178,10 @@ def test_z_labs_files_load_with_the_package(drafter_folder, tmp_path):
     from dflash_hub.convert.exporting import export_drafter
 
     export_drafter(str(drafter_folder), tmp_path / "zlab")
+    config = json.loads((tmp_path / "zlab" / "config.json").read_text())
+    config["auto_map"] = {"AutoModel": "dflash.DFlashDraftModel"}
+    (tmp_path / "zlab" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "zlab" / "dflash.py").write_text("raise AssertionError('code of the repository ran')")
     fill_hub_cache(tmp_path / "zlab", tmp_path, "z-lab/Tiny-DFlash-b5")
     script = """
 del sys.modules["dflash_hub"]
