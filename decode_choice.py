@@ -44,27 +44,30 @@ PREFIX = {
 
 
 class GumbelNoise:
-    """Gumbel noise of one row's positions, drawn in order and kept until a position is emitted.
+    """Gumbel noise of one sequence's positions, drawn in order and kept until a position is emitted.
 
     Args:
-        seed: of this row; the positions' noise follows from it alone.
-        first: index in the row of the first token to be chosen.
-        span: how many positions are looked at together, at most (the block size).
+        seed: of this sequence; the positions' noise follows from it alone.
+        first: index in the sequence of the first token to be chosen.
+        span: how many positions are looked at together, at most (the draft tokens and one more).
     """
 
     def __init__(self, seed: int, first: int, span: int, device: torch.device):
         self.generator = torch.Generator(device).manual_seed(seed)
         self.drawn = first  # index of the next position to draw
         self.span = span
-        self.ring: torch.Tensor | None = None  # (span, V) float64; position p is at row p % span
+        self.ring: torch.Tensor | None = None  # (span, V) float32; position p is at row p % span
 
     def at(self, start: int, count: int, vocab_size: int) -> torch.Tensor:
-        """Noise (count, V) of positions start to start + count - 1."""
+        """Return the noise (count, V) of positions start to start + count - 1."""
+        device = self.generator.device
         if self.ring is None:
-            self.ring = torch.empty(self.span, vocab_size, dtype=torch.float64, device=self.generator.device)
+            self.ring = torch.empty(self.span, vocab_size, dtype=torch.float32, device=device)
         while self.drawn < start + count:
-            # One draw a position, whatever is drafted. -log of an exponential is Gumbel; it never meets an exact zero.
-            self.ring[self.drawn % self.span].exponential_(generator=self.generator).log_().neg_()
+            # One draw a position, whatever is drafted. -log of an exponential is Gumbel; it never meets an exact zero. The
+            # draw is in float64: in float32 the smallest exponentials, which win, come in steps of 2^-24 on a GPU.
+            exponential = torch.empty(vocab_size, dtype=torch.float64, device=device)
+            self.ring[self.drawn % self.span] = exponential.exponential_(generator=self.generator).log_().neg_()
             self.drawn += 1
         first = start % self.span
         if first + count <= self.span:
@@ -73,12 +76,12 @@ class GumbelNoise:
 
 
 class TargetChoice:
-    """Scores and choices of all rows, from raw logits, with the processors that `generate` prepared.
+    """Chooses the tokens of all sequences from raw logits, with the processors that `generate` prepared.
 
     Args:
         processors: in the order of plain `generate`.
-        noises: one a row; None for greedy decoding.
-        apart: how many rows have texts of lengths of their own, and are processed one by one; 0 where all are equal.
+        noises: one a sequence; None for greedy decoding.
+        apart: how many sequences have texts of lengths of their own, and are processed one by one; 0 where all are equal.
     """
 
     def __init__(self, processors: LogitsProcessorList, noises: list[GumbelNoise] | None, apart: int = 0):
@@ -91,51 +94,70 @@ class TargetChoice:
         self.of_drafts = self if self.stateless else TargetChoice(usable, noises)
         self.by_row = [processors_of_row(processors, row) for row in range(apart)]
 
-    def scores(self, ids: torch.Tensor, starts: list[int], logits: torch.Tensor) -> torch.Tensor:
-        """Processed scores (B, n, V) of the positions from `starts[r]` on, given their logits (B, n, V).
+    def choose_block(
+        self, ids: torch.LongTensor, starts: list[int], logits: torch.Tensor, keep_scores: bool = False
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """Choose the tokens of the positions from `starts[r]` on, given their logits (B, n, V), for stateless processors.
 
-        Each position sees its own prefix of `ids` (B, at least start + n - 1), drafts included. For stateless
-        processors, which are harmless at positions that will be rejected.
+        Args:
+            ids: (B, at least start + n - 1) the text and its draft tokens: each position sees its own prefix. At positions
+                that will be rejected this does no harm.
+
+        Returns:
+            (choices, scores): (B, n), -1 where no token is possible; the processed scores (B, n, V), or None unless
+            `keep_scores`.
         """
-        if self.by_row:
-            rows = [
-                _processed(by_row, ids[r : r + 1], starts[r], logits[r : r + 1]) for r, by_row in enumerate(self.by_row)
-            ]
-            return torch.cat(rows)
-        return _processed(self.processors, ids, starts[0], logits)
+        choices = torch.empty(logits.shape[:2], dtype=torch.long, device=logits.device)
+        scores = torch.empty_like(logits) if keep_scores else None
+        for rows, positions, chunk_scores, chunk_choices in self._by_chunk(ids, starts, logits):
+            choices[rows, positions] = chunk_choices
+            if keep_scores:
+                scores[rows, positions] = chunk_scores
+        return choices, scores
 
-    def choose(self, scores: torch.Tensor, starts: list[int]) -> torch.LongTensor:
-        """Choices (B, n) of scores (B, n, V) at positions starts[r]..; -1 where no token is possible."""
-        if self.noises is None:
-            return scores.argmax(dim=-1)
-        noise = [noise.at(start, *scores.shape[1:]) for noise, start in zip(self.noises, starts)]
-        return gumbel_argmax(scores, noise[0][None] if len(noise) == 1 else torch.stack(noise))
-
-    def propose(self, ids: torch.Tensor, starts: list[int], logits: torch.Tensor) -> torch.Tensor:
+    def propose(self, ids: torch.LongTensor, starts: list[int], logits: torch.Tensor) -> torch.LongTensor:
         """Draft tokens (B, n) of draft logits (B, n, V), by the same processors and noise, written to `ids` as well.
 
         Processors with state are left out. The text cannot depend on a proposal.
         """
-        chooser, count = self.of_drafts, logits.shape[1]
-        step = count if chooser.scores_only else 1
-        drafts = []
-        for i in range(0, count, step):
-            at = [start + i for start in starts]
-            chosen = chooser.choose(chooser.scores(ids, at, logits[:, i : i + step]), at).clamp(min=0)
-            for row, start in enumerate(at):
-                ids[row, start : start + step] = chosen[row]
-            drafts.append(chosen)
-        return drafts[0] if len(drafts) == 1 else torch.cat(drafts, dim=1)
+        drafts = torch.empty(logits.shape[:2], dtype=torch.long, device=logits.device)
+        for rows, positions, _, choices in self.of_drafts._by_chunk(ids, starts, logits):
+            drafts[rows, positions] = choices.clamp(min=0)
+            for row in range(len(starts))[rows]:
+                at = slice(starts[row] + positions.start, starts[row] + positions.stop)
+                ids[row, at] = drafts[row, positions]
+        return drafts
 
+    def choose(self, scores: torch.Tensor, starts: list[int], rows: slice = slice(None)) -> torch.LongTensor:
+        """Choices (r, n) of the scores (r, n, V) of some sequences at positions starts[i]..; -1 where no token is possible."""
+        if self.noises is None:
+            return scores.argmax(dim=-1)
+        noise = [noise.at(start, *scores.shape[1:]) for noise, start in zip(self.noises[rows], starts)]
+        return gumbel_argmax(scores, noise[0][None] if len(noise) == 1 else torch.stack(noise))
 
-def _processed(processors: LogitsProcessorList, ids: torch.Tensor, start: int, scores: torch.Tensor) -> torch.Tensor:
-    for processor in processors:
-        if type(processor) in SCORES_ONLY:
-            scores = processor(ids[:, :start], scores.flatten(0, 1)).view_as(scores)
-        else:
-            columns = [processor(ids[:, : start + i], scores[:, i]) for i in range(scores.shape[1])]
-            scores = torch.stack(columns, dim=1) if len(columns) > 1 else columns[0][:, None]
-    return scores
+    def _by_chunk(self, ids: torch.LongTensor, starts: list[int], logits: torch.Tensor):
+        """Yield (rows, positions, scores, choices) of one chunk of a block after the other.
+
+        Processing and sampling take several times the memory of the logits that they work on, so they never work on a
+        whole batch of blocks: a chunk is one sequence, or one position of all. Where processors look at the prefix a chunk
+        has one position, and sees what was written to `ids` for those before it.
+        """
+        step = logits.shape[1] if self.scores_only else 1
+        for rows, processors in self._chunks_of_rows(len(starts)):
+            for i in range(0, logits.shape[1], step):
+                at, scores = [start + i for start in starts[rows]], logits[rows, i : i + step]
+                for processor in processors:
+                    scores = processor(ids[rows, : at[0]], scores.flatten(0, 1)).view_as(scores)
+                yield rows, slice(i, i + step), scores, self.choose(scores, at, rows)
+
+    def _chunks_of_rows(self, rows: int) -> list[tuple[slice, LogitsProcessorList]]:
+        if self.noises is None and not self.processors:  # a mere argmax takes no memory
+            return [(slice(0, rows), self.processors)]
+        if self.by_row:
+            return [(slice(row, row + 1), processors) for row, processors in enumerate(self.by_row)]
+        if self.scores_only:
+            return [(slice(row, row + 1), self.processors) for row in range(rows)]
+        return [(slice(0, rows), self.processors)]
 
 
 # Stateless, but they hold the prompts of the whole batch.
@@ -163,6 +185,6 @@ def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProces
 
 
 def gumbel_argmax(scores: torch.Tensor, noise: torch.Tensor) -> torch.LongTensor:
-    """Sample softmax(scores) (..., V) with Gumbel noise (..., V) in float64: choices (...), -1 where none is possible."""
-    best, choices = (scores.double() + noise).max(dim=-1)
+    """Sample softmax(scores) (..., V) with Gumbel noise (..., V): choices (...), -1 where no token is possible."""
+    best, choices = (scores + noise).max(dim=-1)
     return choices.masked_fill(~best.isfinite(), -1)

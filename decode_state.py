@@ -120,8 +120,8 @@ class Record:
     def wants_states(self) -> bool:
         return self.attentions is not None or self.hidden_states is not None
 
-    def add(self, scores: torch.Tensor, logits: torch.Tensor):
-        """Of one step, each (B, V); a copy frees the rows of the block that were rejected."""
+    def add(self, scores: torch.Tensor | None, logits: torch.Tensor):
+        """Of one step, each (B, V), scores only where they are recorded; a copy frees the rows of the block that were rejected."""
         if self.scores is not None:
             self.scores += (scores.clone(),)
         if self.logits is not None:

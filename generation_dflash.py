@@ -381,7 +381,7 @@ class Decoding:
     def _noise(self) -> GumbelNoise:
         # From torch's generator, so that `torch.manual_seed` reproduces a text.
         seed = int(torch.randint(2**63 - 1, (1,)))
-        return GumbelNoise(seed, self.prompt.shape[1], self.candidates.block_size, self.device)
+        return GumbelNoise(seed, self.prompt.shape[1], self.candidates.num_draft_tokens + 1, self.device)
 
     def _goes_on_from_its_state(self) -> bool:
         """Check, once a target, that a pass of several tokens goes on from a recurrent state as a pass of one does.
@@ -526,7 +526,9 @@ class Decoding:
                 for row, same in zip(range(self.rows)[group], agreed):
                     accepted[row] += same
                 if self.record.wants_scores:
-                    self.record.add(scores[:, i] if self.choice.stateless else step_scores, logits[:, i])
+                    if self.choice.stateless:
+                        step_scores = None if scores is None else scores[:, i]
+                    self.record.add(step_scores, logits[:, i])
                 self.stop(group, text.view(group), tokens, self.record.scores)
                 if by_token:
                     self._stream(tokens)
@@ -557,9 +559,9 @@ class Decoding:
             self.call.schedule.observe(drafted, counts, *self.clock.stop(), len(running), self.inputs.columns)
 
     def _choices_of_block(self, drafts: torch.LongTensor, logits: torch.Tensor):
-        """(drafted, choices, scores (B, n + 1, V)): by row, of all positions; -1 where no token is possible."""
-        scores = self.choice.scores(self.text.ids, self.text.lengths, logits)
-        choices = self.choice.choose(scores, self.text.lengths)
+        """(drafted, choices, scores (B, n + 1, V)): by row, of all positions; -1 where no token is possible; scores if recorded."""
+        text, wanted = self.text, self.record.scores is not None
+        choices, scores = self.choice.choose_block(text.ids, text.lengths, logits, keep_scores=wanted)
         fetched = torch.cat([drafts, choices], dim=1).tolist()  # the one synchronisation of a round
         count = drafts.shape[1]
         return [row[:count] for row in fetched], [row[count:] for row in fetched], scores

@@ -1,9 +1,13 @@
 """The one rule under sampling: the target's distribution, whatever is drafted."""
 
+import weakref
+
 import pytest
 import torch
 from conftest import DRAFTERS, prompt_of, tiny_drafter, tiny_target
 from dflash_hub.decode_choice import GumbelNoise, TargetChoice, gumbel_argmax
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as lp
 
@@ -21,6 +25,14 @@ WARPERS = {
 }
 
 
+def chi_square(counts: torch.Tensor, exact: torch.Tensor) -> float:
+    """How far counts are off their exact law, in standard deviations of a chi-square (Wilson-Hilferty)."""
+    expected = (exact.double() * counts.sum()).flatten()
+    statistic = float(((counts.flatten() - expected) ** 2 / expected).sum())
+    spread = 2 / (9 * (expected.numel() - 1))
+    return ((statistic / (expected.numel() - 1)) ** (1 / 3) - (1 - spread)) / spread**0.5
+
+
 def choice_of(processors, seed=0, span=1):
     return TargetChoice(LogitsProcessorList(processors), [GumbelNoise(seed, 0, span, torch.device("cpu"))])
 
@@ -32,7 +44,7 @@ def test_choices_have_the_targets_distribution(name):
     logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(5)) * 1.5
     text = torch.tensor([[2, 5, 5]])
     choice = choice_of(WARPERS[name], span=draws)
-    scores = choice.scores(text, [3], logits[None])
+    scores = choice.choose_block(text, [3], logits[None], keep_scores=True)[1]
     exact = scores.double().softmax(-1)[0, 0]
     choices = choice.choose(scores.expand(-1, draws, -1), [0])
     drawn = torch.bincount(choices[0], minlength=vocabulary) / draws
@@ -57,7 +69,7 @@ def test_noise_depends_on_seed_and_position_only():
 
 def test_a_position_without_a_possible_token_has_no_choice():
     scores = torch.tensor([[0.0, -torch.inf], [-torch.inf, -torch.inf], [torch.nan, 0.0]])
-    noise = torch.zeros(3, 2, dtype=torch.float64)
+    noise = torch.zeros(3, 2)
     assert gumbel_argmax(scores, noise).tolist() == [0, -1, -1]
     choice = choice_of([], span=3)
     drafts = choice.propose(torch.zeros(1, 7, dtype=torch.long), [4], scores[None])
@@ -71,8 +83,57 @@ def test_pitfall_10_same_distributions_propose_the_same():
     text = torch.zeros(1, 10, dtype=torch.long)
     drafts = choice.propose(text, [4], logits[None]).clone()
     assert torch.equal(text[:, 4:], drafts)
-    choices = choice.choose(choice.scores(text, [4], logits[None]), [4])
-    assert torch.equal(choices, drafts)
+    choices, scores = choice.choose_block(text, [4], logits[None])
+    assert torch.equal(choices, drafts) and scores is None
+
+
+def test_rare_tokens_have_their_probability():
+    """Chi-square of two million draws, with tokens of probability 1e-2 to 1e-5."""
+    rare = torch.tensor([1e-2, 1e-3, 3e-4, 1e-4, 3e-5, 1e-5])
+    exact = torch.cat([rare, (1 - rare.sum())[None]])
+    noise = GumbelNoise(3, 0, 20, torch.device("cpu")).at(0, 20, 7 * 100_000)
+    choices = gumbel_argmax(exact.log(), noise.view(-1, 7))
+    counts = torch.bincount(choices, minlength=7)
+    assert abs(chi_square(counts, exact)) < 3
+    assert chi_square(counts, exact * torch.tensor([1, 1, 1, 1, 1, 3, 1]) / (1 + 2e-5)) > 3  # the test sees another law
+
+
+def test_noise_resolves_its_largest_values():
+    """Noise decides for a rare token by its largest values: of two million, the largest 1000 are those of a Gumbel law.
+
+    Drawn from uniform numbers in float32 they would come in steps, with many ties.
+    """
+    noise = GumbelNoise(0, 0, 20, torch.device("cpu")).at(0, 20, 100_000).flatten()
+    largest = noise.sort(descending=True).values[:1000].double()
+    exceedance = -torch.expm1(-(-largest).exp()) * noise.numel()  # expected: 1, 2, 3, ...
+    rank = torch.arange(1, 1001)
+    assert ((exceedance - rank).abs() < 4 * rank.sqrt()).all()
+    assert len(largest.unique()) > 990
+
+
+@pytest.mark.parametrize("apart", (False, True))
+@pytest.mark.parametrize("name", ["plain", "top-p", "repetition penalty"])
+@pytest.mark.parametrize("seeds", [None, (1, 2, 3)])
+def test_a_block_is_chosen_as_its_positions_alone(name, apart, seeds):
+    """Chunk by chunk: the choices and scores of a batch of blocks are those of each position of each sequence alone."""
+    cpu = torch.device("cpu")
+    logits = torch.randn(3, 5, 9, generator=torch.Generator().manual_seed(4)) * 2
+    text = torch.randint(9, (3, 20), generator=torch.Generator().manual_seed(5))
+    starts = [7, 9, 4] if apart else [7, 7, 7]
+
+    def noises(rows=slice(None)):
+        return None if seeds is None else [GumbelNoise(seed, 4, 16, cpu) for seed in seeds[rows]]
+
+    processors = LogitsProcessorList(WARPERS[name])
+    choices, scores = TargetChoice(processors, noises(), 3 * apart).choose_block(text, starts, logits, keep_scores=True)
+    for row in range(3):
+        alone = TargetChoice(processors, noises(slice(row, row + 1)))
+        for i in range(5):
+            choice, score = alone.choose_block(
+                text[row : row + 1], [starts[row] + i], logits[row : row + 1, i : i + 1], keep_scores=True
+            )
+            assert torch.equal(choice[0, 0], choices[row, i])
+            torch.testing.assert_close(score[0, 0], scores[row, i])
 
 
 SAMPLING = {
@@ -159,22 +220,6 @@ def test_a_seeds_batch_does_not_depend_on_the_drafter(name, streamed, drafts_of)
             assert (speculation.num_accepted < speculation.num_drafted) or kind == "oracle"
 
 
-class Pieces:
-    def put(self, value):
-        pass
-
-    def end(self):
-        pass
-
-
-def chi_square(counts: torch.Tensor, exact: torch.Tensor) -> float:
-    """How far counts are off their exact law, in standard deviations of a chi-square (Wilson-Hilferty)."""
-    expected = (exact.double() * counts.sum()).flatten()
-    statistic = float(((counts.flatten() - expected) ** 2 / expected).sum())
-    spread = 2 / (9 * (expected.numel() - 1))
-    return ((statistic / (expected.numel() - 1)) ** (1 / 3) - (1 - spread)) / spread**0.5
-
-
 @pytest.mark.parametrize("number", (0, 4))
 def test_pitfall_9_11_two_tokens_have_the_targets_law(number, drafts_of):
     """Pitfalls 9, 11: 4000 sequences, 49 pairs of tokens, against the target's processed softmax.
@@ -197,6 +242,58 @@ def test_pitfall_9_11_two_tokens_have_the_targets_law(number, drafts_of):
     counts = torch.bincount(texts[:, 3] * 7 + texts[:, 4], minlength=49)
     assert abs(chi_square(counts, exact)) < 3
     assert chi_square(counts, exact.flip(1)) > 10  # the test sees another law
+
+
+class Pieces:
+    def put(self, value):
+        pass
+
+    def end(self):
+        pass
+
+
+class PeakMemory(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations made and that are still alive; `peak` is the most so far."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.held, self.peak = weakref.WeakSet(), 0, 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()) not in self.alive:
+                self.alive.add(storage)
+                self.held += storage.nbytes()
+                weakref.finalize(storage, self.release, storage.nbytes())
+        self.peak = max(self.peak, self.held)
+        return result
+
+    def release(self, count: int):
+        self.held -= count
+
+
+SAMPLED_MEMORY = {
+    "plain": {"top_k": 0},
+    "top-k, top-p": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+    "repetition penalty": {"top_k": 0, "temperature": 0.8, "repetition_penalty": 1.3},
+}
+
+
+@pytest.mark.parametrize("streamed", (False, True))
+def test_sampling_takes_at_most_twice_the_memory_of_greedy_decoding(streamed):
+    """In a batch, ragged and in lockstep: beside the logits only the noise has the size of all blocks."""
+    target, drafter = tiny_target("llama", vocab_size=5000), tiny_drafter(block_size=8, vocab_size=5000)
+    ids = torch.cat([prompt_of(6, row) for row in range(8)])
+    kwargs = {"max_new_tokens": 12, "assistant_model": drafter, "streamer": Pieces() if streamed else None}
+    peaks = {}
+    for name, options in ({"greedy": {"do_sample": False}} | SAMPLED_MEMORY).items():
+        with PeakMemory() as memory:
+            target.generate(ids, **kwargs, **{"do_sample": True} | options)
+        assert drafter.last_speculation.drafted[0][0] == 7
+        peaks[name] = memory.peak
+    assert peaks["greedy"] > 2 * 8 * 8 * 5000 * 4  # two rounds' logits: the measure sees them
+    assert max(peaks.values()) <= 2 * peaks["greedy"], peaks
 
 
 def test_sampling_without_any_possible_token_is_an_error():
