@@ -7,6 +7,7 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from conftest import prompt_of, tiny_drafter, tiny_target
 from dflash_hub.benchmark.rows import cut_at_end
+from dflash_hub.decode_choice import GumbelNoise
 from dflash_hub.demo.pair import Pair
 from dflash_hub.target_model import CACHE
 from dflash_hub.training.answers import LocalTarget
@@ -123,6 +124,12 @@ def test_a_sampled_text_does_not_depend_on_the_drafter(device, rows, drafts_of):
     drafts_of("oracle", text)
     assert sampled().equal(text)
     assert drafter.last_speculation.accepted == drafter.last_speculation.drafted
+
+
+def test_noise_resolves_its_largest_values(device):
+    """Noise decides for a rare token by its largest values. Drawn in float32 they have ties on a GPU, some 60 here."""
+    noise = GumbelNoise(0, 0, 20, device).at(0, 20, 100_000).flatten()
+    assert len(noise.cpu().sort(descending=True).values[:1000].unique()) > 990
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
