@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,10 +144,11 @@ def _read(path: Path):
         yield row | {"id": str(row["id"])}
 
 
-def json_lines(path: Path) -> list[str]:
-    """Lines of a JSONL file; `splitlines` would also break at separators that a JSON string may hold."""
-    text = path.read_text(encoding="utf-8").removesuffix("\n")
-    return text.split("\n") if text else []
+def json_lines(path: Path) -> Iterator[str]:
+    """Read a JSONL file line by line; `splitlines` would also break at separators that a JSON string may hold."""
+    with path.open(encoding="utf-8", newline="\n") as file:
+        for line in file:
+            yield line.removesuffix("\n")
 
 
 def _is_prompt(row) -> bool:

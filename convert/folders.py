@@ -1,9 +1,12 @@
-"""Folders that appear complete or not at all."""
+"""Folders that appear complete or not at all, and folders that one process at a time writes to."""
 
 import contextlib
 import shutil
+import sys
 import tempfile
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 
 @contextlib.contextmanager
@@ -41,3 +44,23 @@ def new_folder(destination: str | Path, force: bool = False):
             with contextlib.suppress(OSError):  # somebody else put something there
                 parent.rmdir()
         raise
+
+
+@contextlib.contextmanager
+def one_writer(folder: str | Path):
+    """Let no other process write to `folder` meanwhile; where one does, say so and wait for it.
+
+    The lock is the operating system's: it ends with the process that holds it, however that ends.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print(f"{folder} is being written by another process; waiting for it.", file=sys.stderr, flush=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()

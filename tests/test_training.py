@@ -1,6 +1,11 @@
 """Anchors, blocks, masks, losses, features, and whole runs on tiny targets."""
 
 import copy
+import json
+import threading
+import time
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -35,6 +40,7 @@ from dflash_hub.training.data import (
     split_held_out,
     usable_rows,
 )
+from dflash_hub.training.examples import in_a_file
 from dflash_hub.training.features import FeatureCache, tapped_features
 from dflash_hub.training.identity import identify
 from dflash_hub.training.losses import BlockLoss, ReducedHead, chunked_sum, default_gamma, dpace_weights, slot_weights
@@ -328,6 +334,39 @@ def test_rows_are_cut_dropped_and_split_by_prompt():
     assert not {row["id"] for row in training} & {row["id"] for row in held_out}
     with pytest.raises(ValueError, match="leave nothing to train on"):
         split_held_out(rows, 8, 0)
+
+
+def test_examples_in_a_file_are_those_of_the_rows():
+    rows = [row_of(3 + seed, 5 + seed, seed) | {"messages_sha256": "ab"} for seed in range(4)]
+    examples = in_a_file(iter(rows))
+    assert [dict(example) for example in examples] == rows and in_a_file([]) == []
+    assert [document_key(example) for example in examples] == [document_key(row) for row in rows]
+    cut, dropped = usable_rows(examples, 9)
+    assert [dict(example) for example in cut] == [dict(row) for row in usable_rows(rows, 9)[0]] and not dropped
+    assert dict(examples[3]) == rows[3], "the cut ones are others"
+    here, there = batch_of(rows[:2], rows[2:]), batch_of(examples[:2], examples[2:])
+    assert all(here[name].equal(there[name]) for name in ("input_ids", "document_ids", "answer_mask", "position_ids"))
+
+
+def test_memory_does_not_grow_with_the_tokens_of_the_answers(tmp_path):
+    """A Python list takes 40 bytes a token and process; the examples of a run take none, from the file to the batches."""
+    tokenizer, tokens = tiny_tokenizer(40), torch.randint(300, 50_000, (24, 2000), generator=generator())
+    lines = (
+        json.dumps({"id": str(i), "prompt_ids": row[:100].tolist(), "answer_ids": row[100:].tolist()})
+        for i, row in enumerate(tokens)
+    )
+    (tmp_path / "answers.jsonl").write_text("\n".join(lines) + "\n")
+    options = TrainOptions(target="t", answers=[str(tmp_path / "answers.jsonl")], output="run", max_length=1800)
+    tracemalloc.start()
+    try:
+        rows, files, _ = training_run.load_rows(options.answers, {}, options, tokenizer)
+        training, held_out = split_held_out(usable_rows(rows, options.max_length)[0], 4, 0)
+        dataset = PackedRows(training, 4000, 0)
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert files[0]["answer_tokens"] == 24 * 1900 and sum(dataset.lengths()) == 20 * 1800 and len(held_out) == 4
+    assert held < 2.0 * tokens.numel() and peak < 8.0 * tokens.numel(), (held, peak)
 
 
 def test_packing_fills_rows_and_loses_nothing():
@@ -937,6 +976,38 @@ def test_a_step_over_several_batches_is_the_step_over_one(tmp_path, target, answ
     torch.testing.assert_close(losses[0], losses[1])
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name])
+
+
+def test_two_runs_that_fill_one_folder_take_turns(tmp_path, target, answers, monkeypatch, capsys):
+    """Each finds what the other wrote; without turns, both write the same shard, and one index loses the other's."""
+    computed, lock = [], threading.Lock()
+    whole = training_run.tapped_features
+
+    def slow(*args):
+        with lock:
+            computed.append(len(args[1]))
+        time.sleep(0.3)
+        return whole(*args)
+
+    monkeypatch.setattr(training_run, "tapped_features", slow)
+    drafter, loss, identity = tiny_drafter(), BlockLoss("ce", None), identify(target)
+
+    def fill(rows):
+        return training_run.fill_cache(str(tmp_path / "f"), identity, target, drafter, loss, rows)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(fill, (answers[:6], answers[4:])))
+    cache = FeatureCache(tmp_path / "f", identity, drafter.config.target_layer_ids)
+    cache.verify()
+    assert sum(computed) == len(answers) and len(cache.shards) == 2
+    for row in answers:
+        assert cache[document_key(row)].equal(whole_features(target, row))
+    assert "is being written by another process; waiting for it" in capsys.readouterr().err
+
+
+def whole_features(target, row: dict) -> torch.Tensor:
+    ids = torch.tensor([row["prompt_ids"] + row["answer_ids"]])
+    return tapped_features(target, ids, torch.ones_like(ids), [0, 1, 2])[0]
 
 
 def test_features_are_kept_by_text_and_not_by_name(tmp_path):

@@ -12,6 +12,7 @@ conversation so far, the target's own answers in it. An answer that does not end
 import hashlib
 import json
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
@@ -206,7 +207,14 @@ def batches_by_length(rows: list[tuple], batch_size: int):
 
 
 def read_answers(path: Path, prompts: dict[str, list[dict]] | None = None, tokenizer=None, thinking=None) -> list[dict]:
-    """Rows of a file of answers. The last line may have been cut by an interruption, or be in the writing: it is left out.
+    """All rows of a file of answers, see `iterate_answers`; none where there is no file."""
+    return list(iterate_answers(path, prompts, tokenizer, thinking)) if path.exists() else []
+
+
+def iterate_answers(
+    path: Path, prompts: dict[str, list[dict]] | None = None, tokenizer=None, thinking=None
+) -> Iterator[dict]:
+    """Rows of a file of answers, one at a time. The last line may have been cut by an interruption, or be in the writing: it is left out.
 
     Args:
         prompts: messages by id, for files that name prompts without repeating them; with the target's tokenizer.
@@ -214,14 +222,12 @@ def read_answers(path: Path, prompts: dict[str, list[dict]] | None = None, token
     Raises:
         ValueError: a row of another form, or a prompt that is nowhere; names the line.
     """
-    if not path.exists():
-        return []
-    rows, lines = [], json_lines(path)
+    lines = json_lines(path)
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
-            if number == len(lines):  # an interruption, or somebody who writes just now
+            if next(lines, None) is None:  # an interruption, or somebody who writes just now
                 break
             row = None
         if not isinstance(row, dict) or "id" not in row or not is_ids(row.get("answer_ids")):
@@ -239,8 +245,7 @@ def read_answers(path: Path, prompts: dict[str, list[dict]] | None = None, token
             raise ValueError(
                 f"{path}, line {number}: `prompt_ids` must be token ids, got {str(row['prompt_ids'])[:80]!r}."
             )
-        rows.append(row)
-    return rows
+        yield row
 
 
 def is_ids(value) -> bool:

@@ -9,6 +9,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import Dataset
 
 from .blocks import PADDING, Rows
+from .examples import shortened
 from .features import FeatureCache, example_name, pad_documents, tapped_features
 
 
@@ -33,7 +34,7 @@ def usable_rows(rows: Iterable[dict], max_length: int) -> tuple[list[dict], dict
         elif room < 2:
             dropped[f"prompt fills --max-length {max_length}"] += 1
         else:
-            kept.append(row | {"answer_ids": answer[:room]})
+            kept.append(shortened(row, room))
     if not kept:
         raise ValueError(f"no row of the answers can be trained on; dropped: {dropped}.")
     return kept, {reason: count for reason, count in dropped.items() if count}

@@ -33,19 +33,20 @@ from ..benchmark.prompts import read_prompts
 from ..configuration_dflash import FULL, SLIDING, DFlashConfig
 from ..convert.card import RECORD, write_card
 from ..convert.checkpoint import in_a_line, read_json
-from ..convert.folders import new_folder
+from ..convert.folders import new_folder, one_writer
 from ..convert.init import init_drafter, recorded_name
 from ..convert.reading import check_borrowed, read_drafter
 from ..demo.pair import dtype_of
 from ..hub_files import write_text
 from ..modeling_dflash import DFlashDraftModel
 from ..target_model import check_pair, embedding_rows
-from .answers import read_answers
+from .answers import iterate_answers
 from .arguments import read_field
 from .check import read_record
 from .checkpoints import FileLists, best_checkpoint, resumable_checkpoint
 from .commands import read_yaml
 from .data import Collator, PackedRows, document_key, row_length, split_held_out, usable_rows
+from .examples import in_a_file
 from .features import FeatureCache, check_teacher, checksum, feature_layers, tapped_features
 from .identity import differences, has_thinking_modes, identify, same_target, template_fingerprint
 from .losses import BlockLoss, ReducedHead, gamma_of
@@ -78,7 +79,8 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
     if options.rehearsal:
         old, old_files, _ = load_rows(options.rehearsal, prompts, options, tokenizer)
         check_ids(old, embedding_rows(target))
-        old, _ = usable_rows([row for row in old if row["id"] not in {r["id"] for r in held_out}], options.max_length)
+        measured_on = {row["id"] for row in held_out}
+        old, _ = usable_rows([row for row in old if row["id"] not in measured_on], options.max_length)
         random.Random(options.seed).shuffle(old)
         training, files = training + old[: round(options.rehearsal_share * len(training))], files + old_files
 
@@ -268,7 +270,7 @@ def load_rows(
     Raises:
         ValueError: answers made with another chat template or thinking mode, or by another target; or two answers to one turn.
     """
-    rows, files, greedy = {}, [], []
+    paths, greedy = [], []
     for source in map(Path, sources):
         path = source / "answers.jsonl" if source.is_dir() else source
         if not path.is_file():
@@ -289,14 +291,30 @@ def load_rows(
                     )
             if identity is not None:
                 check_answerer(path, settings, identity)
-        found = read_answers(path, prompts or None, tokenizer, options.thinking)
-        tokens = sum(len(row["answer_ids"]) for row in found)
-        files.append({"name": path.name, "rows": len(found), "answer_tokens": tokens, "sha256": checksum(path)})
-        for row in found:
-            first = rows.setdefault((row["id"], row["turn"]), row)
-            if first["prompt_ids"] != row["prompt_ids"]:
+        paths.append(path)
+    files = []
+    rows = in_a_file(first_answers(paths, prompts, options, tokenizer, files))
+    return rows, files, all(greedy) if options.greedy is None else options.greedy
+
+
+def first_answers(paths: list[Path], prompts: dict, options: TrainOptions, tokenizer, files: list[dict]):
+    """The first answer to each turn, one at a time; what was read of each path is added to `files`.
+
+    Raises:
+        ValueError: two prompts of one id.
+    """
+    known: dict[tuple, int] = {}  # by id and turn, a hash of the prompt
+    for path in paths:
+        count = tokens = 0
+        for row in iterate_answers(path, prompts or None, tokenizer, options.thinking):
+            count, tokens = count + 1, tokens + len(row["answer_ids"])
+            key, prompt = (row["id"], row["turn"]), hash(tuple(row["prompt_ids"]))
+            if known.get(key, prompt) != prompt:
                 raise ValueError(f"{path}: two different prompts have the id {row['id']!r}; make the ids unique.")
-    return list(rows.values()), files, all(greedy) if options.greedy is None else options.greedy
+            if key not in known:
+                known[key] = prompt
+                yield row
+        files.append({"name": path.name, "rows": count, "answer_tokens": tokens, "sha256": checksum(path)})
 
 
 def check_answerer(path: Path, settings: dict, identity: dict):
@@ -396,16 +414,16 @@ def long_context(
 
 
 def fill_cache(folder: str, identity: dict, target, drafter, loss: BlockLoss, rows: list[dict]) -> FeatureCache:
-    """The features of all rows, in `folder`; what it lacks is computed."""
+    """The features of all rows, in `folder`; what it lacks is computed, by one run at a time."""
     layer_ids = feature_layers(drafter.config, target, loss)
-    cache = FeatureCache(Path(folder), identity, layer_ids)
-    cache.verify()
 
     def compute(ids, mask):
         return tapped_features(target, ids.to(target.device), mask.to(target.device), layer_ids)
 
     documents = {document_key(row): row for row in rows}
-    with Progress(transient=True) as bar:
+    with one_writer(folder), Progress(transient=True) as bar:
+        cache = FeatureCache(Path(folder), identity, layer_ids)  # with what another run wrote until now
+        cache.verify()
         task = bar.add_task("features", total=sum(key not in cache.where for key in documents))
         cache.fill(documents, compute, progress=lambda count: bar.advance(task, count))
     return cache
