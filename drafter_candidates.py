@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import CandidateGenerator
 
+from .drafter_masks import is_flash, ragged_masks
 from .target_cache import move_right, trim_left
 from .target_model import device_of, embedding_rows, raw_embeddings, tap_request, tapped
 
@@ -186,19 +187,10 @@ class DFlashCandidateGenerator(CandidateGenerator):
         fresh = torch.cat([seen + column, block], dim=1)  # (B, C + K)
         positions = torch.cat([old, fresh], dim=1)
         real = torch.cat([old >= 0, column < real_new, torch.ones_like(block, dtype=torch.bool)], dim=1)
-        if "flash" in (config._attn_implementation or ""):  # it takes padding out of the rows, and no ready mask
+        if is_flash(config._attn_implementation):  # it takes padding out of the rows, and no ready mask
             return real.long(), fresh + self.start
-        masks = {}
-        for window, causal in set(zip(config.windows, config.block_causal)):
-            keys = new + self.block_size + (past if window is None else min(past, window - 1))
-            key, query = positions[:, None, None, -keys:], block[:, None, :, None]
-            visible = real[:, None, None, -keys:].expand(-1, -1, self.block_size, -1)
-            if causal:
-                visible = visible & (key <= query)
-            if window is not None:
-                visible = visible & ((query - key).abs() < window)
-            masks[window, causal] = visible  # (B, 1, K, keys)
-        return [masks[key] for key in zip(config.windows, config.block_causal)], fresh + self.start
+        kinds = [*zip(config.windows, config.block_causal)]
+        return ragged_masks(positions, real, block, past, kinds), fresh + self.start
 
     def _move_rows(self, counts: list[int], new: int):
         """Bring rows of different counts back to left-padded form, before the block leaves the cache."""

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import create_block_mask
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -29,6 +28,7 @@ from transformers.utils import ModelOutput
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_dflash import DFlashConfig
+from .drafter_masks import backend_mask, block_mask, is_flash
 from .generation_dflash import assisted_generate, install_generate_hook
 from .hub_files import check_finite, write_hub_files
 
@@ -297,7 +297,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
                 if is_flash(backend):
                     mask = None if attention_mask is None else attention_mask[:, -in_cache:]
                 else:
-                    visible = block_visibility(in_cache, block_length, window, causal, attention_mask, device)
+                    visible = block_mask(in_cache, block_length, window, causal, attention_mask, device)
                     mask = backend_mask(visible, backend, dtype)
                 masks[window, causal] = mask
         return [masks[key] for key in zip(self.config.windows, self.config.block_causal)]
@@ -353,45 +353,6 @@ class DFlashDraftModel(DFlashPreTrainedModel):
     def assisted_generate(self, target: PreTrainedModel, generate, **kwargs):
         """Run `target.generate(**kwargs)` with this drafter; what the hook and `custom_generate` hand over to."""
         return assisted_generate(self, target, generate, kwargs)
-
-
-def block_visibility(
-    keys: int, block_length: int, window: int | None, causal: bool, attention_mask: torch.Tensor | None, device
-) -> torch.Tensor | None:
-    """Which of the last `keys` keys each slot of one block may see: (B or 1, 1, K, keys) bool, or None for all.
-
-    The context lies before the block, so a slot sees all of it, unless a window or padding hides a part. Inside the
-    block it sees every slot, or in a causal layer those up to itself.
-    """
-    if attention_mask is None and not causal and (window is None or keys <= window):
-        return None
-    key_index = torch.arange(keys, device=device)[None, :]
-    query_index = key_index[:, keys - block_length :].transpose(0, 1)
-    visible = torch.ones(block_length, keys, dtype=torch.bool, device=device)
-    if causal:
-        visible &= key_index <= query_index
-    if window is not None:
-        visible &= (query_index - key_index).abs() < window
-    visible = visible[None, None]  # (1, 1, K, keys)
-    if attention_mask is not None:
-        visible = visible & attention_mask[:, None, None, -keys:].to(device=device, dtype=torch.bool)
-    return visible
-
-
-def backend_mask(mask, backend: str, dtype: torch.dtype):
-    """A boolean mask in the form that a backend takes; other masks are used as given."""
-    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or backend == "sdpa":
-        return mask
-    if backend == "flex_attention":
-        rows, _, queries, keys = mask.shape
-        if rows == 1:  # the same for every row of the batch
-            return create_block_mask(lambda b, h, q, k: mask[0, 0, q, k], None, None, queries, keys, mask.device)
-        return create_block_mask(lambda b, h, q, k: mask[b, 0, q, k], rows, None, queries, keys, mask.device)
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
-
-
-def is_flash(backend: str | None) -> bool:
-    return backend is not None and "flash" in backend
 
 
 DFlashDraftModel.register_for_auto_class("AutoModel")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import CODE, prompt_of, tiny_config, tiny_drafter, tiny_target
 from dflash_hub import DFlashDraftModel
-from dflash_hub.modeling_dflash import is_flash
+from dflash_hub.drafter_masks import is_flash
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from ..drafter_masks import reaches
 from ..target_model import raw_embeddings
 
 PADDING = -1  # document id of padding
@@ -117,12 +118,9 @@ class Visibility:
         own = kv - self.length - block * self.block_size  # slot of the key, if it lies in the query's block
         # A block of padding sees itself too: a query that sees nothing is a nan.
         in_block = (kv >= self.length) & (own >= 0) & (own < self.block_size)
-        if self.causal:
-            in_block = in_block & (own <= slot)
-        if self.window is not None:
-            # Inside a document positions and indices differ by a constant.
-            in_context = in_context & (anchor + slot - kv < self.window)
-            in_block = in_block & ((slot - own).abs() < self.window)
+        # Inside a document positions and indices differ by a constant.
+        in_context = in_context & reaches(anchor + slot, kv, self.window, causal=False)
+        in_block = in_block & reaches(slot, own, self.window, self.causal)
         return in_context | in_block
 
     def dense(self) -> torch.Tensor:
