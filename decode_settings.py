@@ -12,13 +12,12 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import cached_file
 
 from .hub_files import CUSTOM_GENERATE_MARK
 from .target_cache import cached_length
 from .target_model import CACHE
+from .target_ranks import TENSOR_PARALLELISM, sharding
 
 # Fields of GenerationConfig that ask for another way of decoding, with the values that ask for nothing.
 REFUSED_FIELDS = {
@@ -79,12 +78,12 @@ def refuse_unsupported(target: PreTrainedModel, resolved: GenerationConfig, mode
     for name in REFUSED_ARGUMENTS:
         if call.get(name) is not None and call[name] is not False:
             raise ValueError(f"`{name}` is not supported together with a DFlash drafter as `assistant_model`.")
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    several = several and torch.distributed.get_world_size() > 1
-    if several and call.get("synced_gpus") is None and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(target)):
+    kind = sharding(target)
+    if kind not in (None, TENSOR_PARALLELISM):
         raise ValueError(
-            f"{type(target).__name__} is sharded by DeepSpeed ZeRO-3 or FSDP, whose processes `generate` keeps in step "
-            "(`synced_gpus`); a DFlash drafter does not. Call `generate` without `assistant_model`."
+            f"{type(target).__name__} is sharded over {torch.distributed.get_world_size()} processes by {kind}, which is not "
+            "supported together with a DFlash drafter. Load the target whole in each process, or with tensor parallelism "
+            "(`tp_plan`); or call `generate` without `assistant_model`."
         )
     for name, value in resolved.to_dict().items():
         neutral = REFUSED_FIELDS.get(name)

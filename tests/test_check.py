@@ -319,6 +319,17 @@ def tiny_pair(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_zero_3_is_refused_before_a_run_begins(tiny_pair, monkeypatch):
+    """`--argument deepspeed=...` asks for it; the target would be refused in the first evaluation, after hours maybe."""
+    monkeypatch.setattr("dflash_hub.training.trainer.sharding", lambda target: "DeepSpeed ZeRO-3")
+    result = invoke("train", *TINY_RUN, "--output", "run", "--layers", 1, "--block-size", 4)
+    assert (
+        "is sharded over processes by DeepSpeed ZeRO-3, but training needs a whole target"
+        in f"{result.exception} {result.output}"
+    )
+    assert not (tiny_pair / "run").exists()
+
+
 TINY_RUN = (
     "--target target --answers a.jsonl --held-out 2 --eval-prompts 1 --eval-new-tokens 6 --evaluations 1 --max-steps 1 "
     "--batch-size 2 --num-anchors 4"

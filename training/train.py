@@ -51,7 +51,7 @@ from .features import FeatureCache, check_teacher, checksum, feature_layers, tap
 from .identity import differences, has_thinking_modes, identify, same_target, template_fingerprint
 from .losses import BlockLoss, ReducedHead, gamma_of
 from .options import TrainOptions, resolved
-from .trainer import DFlashTrainer, checkpoint_activations, evaluate
+from .trainer import DFlashTrainer, check_whole, checkpoint_activations, evaluate
 
 
 def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
@@ -105,6 +105,7 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
     dataset = PackedRows(training, options.pack_length, options.seed)
     fixed = attention == "flex_attention"
     arguments = training_arguments(options, len(dataset), output, fixed)
+    check_whole(target)  # the arguments may ask for ZeRO-3, which would stop the first evaluation
     if greedy and options.eval_prompts and "metric_for_best_model" not in options.arguments:
         arguments.metric_for_best_model = "replayed_acceptance_length"  # the same rounds as real ones, on more prompts
     reduced_head = None

@@ -12,6 +12,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from ..hub_files import check_finite
 from ..modeling_dflash import DFlashDraftModel
+from ..target_ranks import sharding
 from .blocks import block_labels, denoise, draw_anchors
 from .data import Collator, PackedRows, document_features, placed, rows_of
 from .evaluation import generate, replay
@@ -58,6 +59,21 @@ class FiniteSteps(TrainerCallback):
         self.trainer.check_step()
 
 
+def check_whole(target: PreTrainedModel):
+    """Refuse a target that is spread over processes, before the first step.
+
+    Each process runs it on examples of its own, in training and in evaluation, so each needs all of its weights.
+
+    Raises:
+        ValueError: names what spreads it.
+    """
+    if kind := sharding(target):
+        raise ValueError(
+            f"{type(target).__name__} is sharded over processes by {kind}, but training needs a whole target in each process. Load "
+            "it on one device in each; the drafter may be sharded by FSDP, or DeepSpeed be used up to ZeRO-2."
+        )
+
+
 class DFlashTrainer(Trainer):
     """Trains `drafter` on answers of `target`, whose weights stay as they are.
 
@@ -92,6 +108,7 @@ class DFlashTrainer(Trainer):
         muon: bool = False,
         **kwargs,
     ):
+        check_whole(target)
         super().__init__(
             drafter, args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=held_out, **kwargs
         )
