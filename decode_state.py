@@ -10,6 +10,8 @@ from transformers.generation import (
     StopStringCriteria,
 )
 
+from .target_ranks import TargetRanks
+
 
 class Text:
     """Tokens of every row, with its original padding, in a buffer that grows by doubling, so that no round copies them.
@@ -57,9 +59,14 @@ class Text:
 
 
 class Stop:
-    """Which rows have ended, asked once per emitted token and in order, as in plain `generate`."""
+    """Which rows have ended, asked once per emitted token and in order, as in plain `generate`.
 
-    def __init__(self, criteria: StoppingCriteriaList, rows: int):
+    Args:
+        ranks: those that share the target. Criteria are asked on each of them, and the first one's answer holds.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, rows: int, ranks: TargetRanks):
+        self.ranks = ranks
         lengths = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
         self.budget = min(lengths)  # the text is not longer, whatever a subclass makes of its length
         self.max_length = min((c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=float("inf"))
@@ -86,7 +93,7 @@ class Stop:
                 raise ValueError(
                     f"the stopping criteria gave a result of shape {tuple(done.shape)} for {len(tokens)} rows; expected one value a row."
                 )
-            ends = [a or b for a, b in zip(ends, done.reshape(-1).tolist())]
+            ends = [a or b for a, b in zip(ends, self.ranks.agree(done.reshape(-1).tolist()))]
         self.ended[rows] = [a or b for a, b in zip(self.ended[rows], ends)]
 
     def resting(self, row: int) -> bool:

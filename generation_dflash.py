@@ -51,6 +51,7 @@ from .target_model import (
     tap_request,
     tapped,
 )
+from .target_ranks import TargetRanks
 
 logger = logging.get_logger(__name__)
 
@@ -216,8 +217,10 @@ def decode(target: PreTrainedModel, candidates: DFlashCandidateGenerator, input_
             while not all(decoding.stop.ended):
                 drafts = decoding.draft(decoding.how_many())
                 outputs = decoding.verify(drafts.shape[1])
-                added = decoding.accept(drafts, outputs.logits)
+                with decoding.ranks.alone():
+                    added = decoding.accept(drafts, outputs.logits)
                 decoding.commit(outputs, drafts.shape[1] + 1, added)
+            decoding.ranks.agree([])  # none of them stopped with an error in the last round
     finally:
         decoding.close()
     if call.schedule is not None:
@@ -234,7 +237,8 @@ class Decoding:
         self.prompt = input_ids
         pad = call.config._pad_token_tensor
         self.text = Text(input_ids, None if pad is None else int(pad))
-        self.stop = Stop(call.criteria, self.rows)
+        self.ranks = TargetRanks(target, self.rows)
+        self.stop = Stop(call.criteria, self.rows, self.ranks)
         self.record = Record(call.config)
         self.speculation = Speculation.of_rows(self.rows)
         self.limits = PassLimits(target)
@@ -243,7 +247,7 @@ class Decoding:
         self.unread: list[Features] = []  # of accepted tokens that the drafter has not seen
         self.prefix: torch.LongTensor | None = None  # what came in the cache
         self.apart = False  # whether rows advance by counts of their own
-        self.clock = RoundClock(candidates.device, wanted=call.schedule is not None)
+        self.clock = RoundClock(candidates.device, wanted=call.schedule is not None and self.ranks.first)
         self.rollback: CacheRollback | None = None
         # While a pass is to be committed: its tokens, and the text's length before it.
         self.verified: tuple[int, int] | None = None
@@ -268,6 +272,7 @@ class Decoding:
         if self.record.attentions is None:
             kwargs.pop("output_attentions", None)
         past = cached_length(kwargs.get(CACHE))
+        self._check_ranks(past)
         mask = kwargs.get("attention_mask")
         known = mask.shape[1] if mask is not None else getattr(self.call.config, "_mask_length", ids.shape[1])
         whole = past > 0 and known == ids.shape[1]  # the text, what is cached included; else only what is new
@@ -292,7 +297,24 @@ class Decoding:
         self.inputs = RoundInputs(kwargs, self.rows, ids.shape[1], held, self.device)
         self.rollback = CacheRollback(self.cache, self.target)
         self._decide_how_rows_advance()
-        self.accept(self.text.ids[:, :0], logits)
+        with self.ranks.alone():
+            self.accept(self.text.ids[:, :0], logits)
+
+    def _check_ranks(self, cached: int):
+        """What decides how many forward passes there are, and how long they are, must be the same on all ranks."""
+        if not self.ranks.shared:
+            return
+        call = self.call
+        facts = {
+            "sequences": self.rows, "prompt tokens": self.prompt.shape[1], "cached tokens": cached,
+            "checksum of the prompt": hash(tuple(self.prompt.flatten().tolist())), "length limit": self.stop.budget,
+            "checksum of the end tokens": hash(frozenset(self.stop.eos)),
+            "draft tokens (-1 for 'auto')": -1 if call.schedule is not None else self.candidates.num_draft_tokens,
+            "`do_sample`": call.config.do_sample, "`prefill_chunk_size`": call.config.prefill_chunk_size or 0,
+            "processors": len(call.processors), "stopping criteria": len(call.criteria),
+            "a cache to hand back": call.keeps_cache, "a streamer of a batch": self.rows > 1 and call.streamer is not None,
+        }  # fmt: skip
+        self.ranks.check_call({name: int(value) for name, value in facts.items()})
 
     def _read_chunks(self, ids: torch.LongTensor, past: int):
         """The prompt in chunks, as `prefill_chunk_size` asks; the drafter reads each, and only its own context is kept."""
@@ -380,7 +402,7 @@ class Decoding:
 
     def _noise(self) -> GumbelNoise:
         # From torch's generator, so that `torch.manual_seed` reproduces a text.
-        seed = int(torch.randint(2**63 - 1, (1,)))
+        (seed,) = self.ranks.agree([int(torch.randint(2**63 - 1, (1,)))])
         return GumbelNoise(seed, self.prompt.shape[1], self.candidates.num_draft_tokens + 1, self.device)
 
     def _goes_on_from_its_state(self) -> bool:
@@ -426,6 +448,7 @@ class Decoding:
         room = self.rollback.most_drafts(self.limits.most_drafts(self._longest_position(), min(most, max(left, 0))))
         schedule = self.call.schedule
         wanted = most if schedule is None else schedule.next(len(running), self.inputs.columns)
+        (wanted,) = self.ranks.agree([wanted])  # each rank has a clock of its own
         if not self.rollback.fixed_lengths:
             return min(wanted, room)
         lengths = [n for n in ((most,) if schedule is None else (most // 2, most)) if 0 < n <= room]
@@ -458,6 +481,10 @@ class Decoding:
             if self.stop.resting(row) and not self.apart:  # what plain `generate` writes there
                 drafts[row] = text.pad_token_id
                 text.ids[row, text.lengths[row] : text.lengths[row] + count] = text.pad_token_id
+        if self.ranks.shared:  # a forward pass over other tokens on some rank would be nonsense on all
+            drafts = self.ranks.share(drafts)
+            for row, length in enumerate(text.lengths):
+                text.ids[row, length : length + count] = drafts[row]
         self.clock.mark()
         return drafts
 
@@ -553,7 +580,7 @@ class Decoding:
     def _count_round(self, running: list[int], drafted: int, accepted: list[int], added: list[int]):
         for row in running:
             self.speculation.add_round(row, drafted, accepted[row], added[row])
-        if self.call.schedule is not None:
+        if self.call.schedule is not None and self.ranks.first:
             together = self.rows > 1 and not self.apart
             counts = [min(drafted, added[row] - 1) if together else accepted[row] for row in running]
             self.call.schedule.observe(drafted, counts, *self.clock.stop(), len(running), self.inputs.columns)
@@ -562,7 +589,7 @@ class Decoding:
         """(drafted, choices, scores (B, n + 1, V)): by row, of all positions; -1 where no token is possible; scores if recorded."""
         text, wanted = self.text, self.record.scores is not None
         choices, scores = self.choice.choose_block(text.ids, text.lengths, logits, keep_scores=wanted)
-        fetched = torch.cat([drafts, choices], dim=1).tolist()  # the one synchronisation of a round
+        fetched = self.ranks.share(torch.cat([drafts, choices], dim=1)).tolist()  # the one synchronisation of a round
         count = drafts.shape[1]
         return [row[:count] for row in fetched], [row[count:] for row in fetched], scores
 
@@ -571,7 +598,7 @@ class Decoding:
         text = self.text
         with self._counted_passes():
             scores = self.choice.processors(text.view(slice(0, self.rows)).contiguous(), logits.contiguous())
-        return scores, self.choice.choose(scores[:, None], text.lengths)[:, 0].tolist()
+        return scores, self.ranks.agree(self.choice.choose(scores[:, None], text.lengths)[:, 0].tolist())
 
     @contextmanager
     def _counted_passes(self):

@@ -101,9 +101,14 @@ def device_of(module: nn.Module, otherwise: torch.device) -> torch.device:
 
 def raw_embeddings(embedding: nn.Module, ids: torch.LongTensor) -> torch.Tensor:
     """The target's embeddings of `ids` as stored: drafters are trained on them before the target scales or norms them."""
-    if hasattr(embedding, "embed_scale") or hasattr(embedding, "embed_norm"):
-        return nn.Embedding.forward(embedding, ids)
-    return embedding(ids)
+    if not (hasattr(embedding, "embed_scale") or hasattr(embedding, "embed_norm")):
+        return embedding(ids)
+    if hasattr(embedding.weight, "device_mesh"):  # each rank holds a part of the rows, and has the same ids
+        from torch.distributed.tensor import DTensor, Replicate
+
+        ids = DTensor.from_local(ids, embedding.weight.device_mesh, [Replicate()], run_check=False)
+        return nn.Embedding.forward(embedding, ids).full_tensor()
+    return nn.Embedding.forward(embedding, ids)
 
 
 def check_pair(drafter, target: PreTrainedModel):
