@@ -40,6 +40,7 @@ from .decode_settings import (
 from .decode_state import Record, Stop, Text
 from .decode_statistics import Speculation
 from .drafter_candidates import DFlashCandidateGenerator, Features, keep_context, take_context
+from .hub_files import nonfinite, nonfinite_sentence
 from .target_cache import CacheRollback, cached_length
 from .target_model import (
     CACHE,
@@ -54,6 +55,8 @@ from .target_model import (
 from .target_ranks import TargetRanks
 
 logger = logging.get_logger(__name__)
+
+NO_DRAFT = -1  # in the place of a draft token
 
 # ------------------------------------------------------------------------------------------------------------------
 # The call: from the hook to the loop.
@@ -155,7 +158,7 @@ class ScheduleMemory:
     def __init__(self):
         self.statistics: DraftStatistics | None = None
         self.devices = None
-        self.warned = False
+        self.warned = self.warned_of_logits = False
 
     @classmethod
     def of(cls, drafter, target: PreTrainedModel) -> "ScheduleMemory":
@@ -173,6 +176,20 @@ class ScheduleMemory:
         if not self.warned and any(is_at_floor(*count) for count in counts):
             self.warned = True
             logger.warning(FLOOR_WARNING)
+
+    def warn_of_logits(self, drafter):
+        """Once, where a drafter's logits are not finite: say why, as far as that can be seen."""
+        if self.warned_of_logits:
+            return
+        self.warned_of_logits = True
+        dtype = str(drafter.dtype).removeprefix("torch.")
+        cause = f"the target's hidden states, or the drafter's, leave the range of {dtype}: load both in bfloat16 or float32"
+        if names := nonfinite(dict(drafter.named_parameters())):
+            cause = nonfinite_sentence(names, "the drafter")
+        logger.warning(
+            "The logits of this DFlash drafter are not finite, so nothing more is drafted in this call. The text is the target's, "
+            f"and takes one forward pass a token. The cause: {cause}"
+        )
 
 
 @dataclass
@@ -442,7 +459,7 @@ class Decoding:
 
     def how_many(self) -> int:
         """How many tokens to draft: what is asked for, or pays, as far as text, target and cache have room for it."""
-        text, most = self.text, self.candidates.num_draft_tokens
+        text, most = self.text, self.candidates.num_draft_tokens if self.drafting else 0
         running = [row for row in range(self.rows) if not self.stop.resting(row)]
         left = self.stop.budget - min(text.lengths[row] for row in running) - 1  # the target itself adds one
         room = self.rollback.most_drafts(self.limits.most_drafts(self._longest_position(), min(most, max(left, 0))))
@@ -465,7 +482,7 @@ class Decoding:
         return max(self.inputs.position(self.text.lengths[row], row) for row in fed)
 
     def draft(self, count: int) -> torch.LongTensor:
-        """Draft tokens (B, count), in the text's buffer as well."""
+        """Draft tokens (B, count), in the text's buffer as well; `NO_DRAFT` where the drafter's logits are not finite."""
         text, candidates = self.text, self.candidates
         text.reserve(count + 1)
         if count == 0:
@@ -476,17 +493,18 @@ class Decoding:
         self.unread = []
         self.speculation.drafter_passes += 1
         logits = logits[..., : self.vocab_size]  # some targets cut what pads their head off their own logits
+        finite = logits.amax(dim=-1).isfinite().to(self.device)  # -inf is a token that is not possible, but not all are
         drafts = self.choice.propose(text.ids, text.lengths, logits.to(self.device, torch.float32))
         for row in range(self.rows):
             if self.stop.resting(row) and not self.apart:  # what plain `generate` writes there
-                drafts[row] = text.pad_token_id
+                drafts[row], finite[row] = text.pad_token_id, True
                 text.ids[row, text.lengths[row] : text.lengths[row] + count] = text.pad_token_id
         if self.ranks.shared:  # a forward pass over other tokens on some rank would be nonsense on all
             drafts = self.ranks.share(drafts)
             for row, length in enumerate(text.lengths):
                 text.ids[row, length : length + count] = drafts[row]
         self.clock.mark()
-        return drafts
+        return drafts.masked_fill(~finite, NO_DRAFT)
 
     def verify(self, num_draft: int):
         """One target pass over every row's anchor and its drafts."""
@@ -525,7 +543,7 @@ class Decoding:
         """Append the target's choices to the text: every draft that equals its choice, and its own next token.
 
         Args:
-            drafts: (B, n) as in the text's buffer.
+            drafts: (B, n) as in the text's buffer; `NO_DRAFT` equals no choice.
             logits: (B, at least n + 1, V), the last n + 1 are those of the positions that follow the text.
 
         Returns:
@@ -538,6 +556,8 @@ class Decoding:
             drafted, choices, scores = self._choices_of_block(drafts, logits)
         else:
             drafted = drafts.tolist()
+        if any(NO_DRAFT in drafted[row] for row in range(self.rows) if not resting[row]):
+            self._stop_drafting()
         # By the block, but where somebody's code looks at each step.
         by_token = self.rows > 1 or self.stop.foreign or not self.choice.stateless
         accepted, written = [0] * self.rows, []
@@ -571,6 +591,11 @@ class Decoding:
         if written:
             self._stream(written)
         return added
+
+    def _stop_drafting(self):
+        """Go on without a drafter whose logits are not finite: what it has read stays in its cache, and spoils every draft."""
+        self.drafting, self.unread = False, []
+        ScheduleMemory.of(self.candidates.drafter, self.target).warn_of_logits(self.candidates.drafter)
 
     def _stream(self, tokens: list[int]):
         if self.call.streamer is not None:

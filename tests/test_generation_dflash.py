@@ -4,6 +4,7 @@ import functools
 import inspect
 import itertools
 import logging
+import re
 import types
 
 import pytest
@@ -12,10 +13,11 @@ import transformers
 from conftest import DRAFTERS, FAMILIES, VOCAB, expected_cut, prompt_of, tiny_drafter, tiny_target
 from dflash_hub import decode_clock, generation_dflash
 from dflash_hub.decode_schedule import DraftSchedule
+from dflash_hub.drafter_candidates import DFlashCandidateGenerator
 from dflash_hub.generation_dflash import ScheduleMemory
 from dflash_hub.target_cache import cached_length
 from dflash_hub.target_model import CACHE, COUNTS_EMBEDDING
-from families import tiny_family
+from families import drafting, tiny_family
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -567,6 +569,56 @@ def test_a_round_waits_for_the_device_once_and_copies_no_text(kind, drafts_of, m
 
 
 # ------------------------------------------------------------------------------------------------- how many to draft
+
+
+@pytest.mark.parametrize("value", (float("nan"), float("inf"), -float("inf")))
+@pytest.mark.parametrize(
+    "call", ({}, {"do_sample": True}, {"rows": 3}, {"rows": 3, "return_dict_in_generate": True}, {"stateful": True})
+)
+def test_logits_that_are_not_finite_end_drafting_in_a_call_and_change_no_text(value, call, monkeypatch, caplog):
+    """From the third draft on, one sequence's second position is spoiled: what is before it is still accepted."""
+    target, drafter, call = tiny_target("llama"), tiny_drafter(), dict(call)
+    ids = torch.cat([prompt_of(9, seed) for seed in range(call.pop("rows", 1))])
+    stateful, call = call.pop("stateful", False), {"max_new_tokens": 30, "do_sample": False} | call
+
+    def text(num_draft: int) -> torch.Tensor:
+        torch.manual_seed(5)
+        processors = {"logits_processor": LogitsProcessorList([CountsCalls()])} if stateful else {}
+        output = target.generate(ids, assistant_model=drafter, num_assistant_tokens=num_draft, **call, **processors)
+        return output.sequences if "return_dict_in_generate" in call else output
+
+    plain = text(0)
+    oracle, rounds = drafting("oracle", plain, DFlashCandidateGenerator.draft_logits), []
+
+    def draft_logits(self, *args, **kwargs):
+        logits = oracle(self, *args, **kwargs)
+        rounds.append(logits.shape[1])
+        if len(rounds) >= 3:
+            logits[-1, 1] = value
+        return logits
+
+    monkeypatch.setattr(DFlashCandidateGenerator, "draft_logits", draft_logits)
+    for _ in range(2):
+        rounds.clear()
+        assert text(4).equal(plain) and len(rounds) == 3
+        speculation = drafter.last_speculation
+        assert speculation.drafted[-1][:3] == [4, 4, 4] and set(speculation.drafted[-1][3:]) == {0}
+        assert speculation.accepted[-1][:3] == [4, 4, 1] and sum(speculation.accepted[-1][3:]) == 0
+    warnings = [record.message for record in caplog.records if "not finite" in record.message]
+    assert len(warnings) == 1 and "leave the range of float32: load both in bfloat16 or float32" in warnings[0]
+
+
+@pytest.mark.parametrize("weights", (False, True))
+def test_a_drafter_that_overflows_in_float16_says_why_it_drafts_nothing(weights, caplog):
+    """Finite weights whose hidden states leave the range of float16; and weights that are not finite themselves."""
+    target, drafter = tiny_target("llama").to(torch.float16), tiny_drafter(dtype=torch.float16)
+    with torch.no_grad():
+        drafter.layers[0].mlp.down_proj.weight.fill_(float("inf") if weights else 6e4)
+    ids = prompt_of(9)
+    assert greedy(target, ids, assistant_model=drafter, max_new_tokens=12).equal(greedy(target, ids, max_new_tokens=12))
+    assert (drafter.last_speculation.drafter_passes, drafter.last_speculation.num_accepted) == (1, 0)
+    cause = "holds values that are not finite .* in layers.0.mlp.down_proj.weight" if weights else "range of float16"
+    assert re.search(cause, caplog.text)
 
 
 def test_number_of_drafted_tokens(drafts_of):
