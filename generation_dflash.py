@@ -495,16 +495,17 @@ class Decoding:
         logits = logits[..., : self.vocab_size]  # some targets cut what pads their head off their own logits
         finite = logits.amax(dim=-1).isfinite().to(self.device)  # -inf is a token that is not possible, but not all are
         drafts = self.choice.propose(text.ids, text.lengths, logits.to(self.device, torch.float32))
+        drafts = drafts.masked_fill(~finite, NO_DRAFT)
         for row in range(self.rows):
             if self.stop.resting(row) and not self.apart:  # what plain `generate` writes there
-                drafts[row], finite[row] = text.pad_token_id, True
+                drafts[row] = text.pad_token_id
                 text.ids[row, text.lengths[row] : text.lengths[row] + count] = text.pad_token_id
         if self.ranks.shared:  # a forward pass over other tokens on some rank would be nonsense on all
             drafts = self.ranks.share(drafts)
             for row, length in enumerate(text.lengths):
-                text.ids[row, length : length + count] = drafts[row]
+                text.ids[row, length : length + count] = drafts[row].clamp(min=0)
         self.clock.mark()
-        return drafts.masked_fill(~finite, NO_DRAFT)
+        return drafts
 
     def verify(self, num_draft: int):
         """One target pass over every row's anchor and its drafts."""
