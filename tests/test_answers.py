@@ -12,8 +12,17 @@ import torch
 from conftest import tiny_target
 from dflash_hub.benchmark.prompts import read_prompts
 from dflash_hub.benchmark.server import Server
-from dflash_hub.training.answers import LocalTarget, RemoteTarget, answer_settings, encode, read_answers, regenerate
+from dflash_hub.training.answers import (
+    LocalTarget,
+    RemoteTarget,
+    answer_settings,
+    encode,
+    read_answers,
+    regenerate,
+    text_settings,
+)
 from dflash_hub.training.identity import identify, same_target
+from dflash_hub.training.train import other_text_settings
 from test_init import tiny_tokenizer
 
 END = 2  # <end>
@@ -64,6 +73,46 @@ def test_pitfall_81_answers_are_the_targets_greedy_text_with_exact_ids(tmp_path,
         ended += row["answer_ids"][-1] == END
         assert END not in row["answer_ids"][:-1]
     assert 0 < ended < 11
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"min_length": 9}, {"no_repeat_ngram_size": 1}, {"encoder_repetition_penalty": 3.0}, {"repetition_penalty": 1.5}],
+)
+def test_padding_is_no_text_to_the_processors_of_the_targets_generation_config(target, tokenizer, fields):
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [14, 15, 16], [17]]
+    target.generation_config.update(**fields)
+    try:
+        found = LocalTarget(target, tokenizer, 10, {"do_sample": False}, 4).answer(prompts, 0)
+        for prompt, answer in zip(prompts, found, strict=True):
+            text = target.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False)
+            assert text[0, len(prompt) :].tolist() == answer
+    finally:
+        target.generation_config.update(**dict.fromkeys(fields))
+
+
+def test_a_target_that_generation_with_a_drafter_refuses_answers_nothing(target, tokenizer):
+    target.generation_config.num_beams = 3
+    try:
+        with pytest.raises(ValueError, match="num_beams=3"):
+            LocalTarget(target, tokenizer, 10, {"do_sample": False}, 4).answer([[5, 6]], 0)
+    finally:
+        target.generation_config.num_beams = None
+
+
+def test_what_the_targets_generation_config_adds_is_recorded(target):
+    assert text_settings(target) == {}
+    added = {"repetition_penalty": 1.2, "suppress_tokens": [3], "sequence_bias": [[[4], 2.0]], "min_new_tokens": 2}
+    target.generation_config.update(**added, temperature=0.5)
+    try:
+        assert text_settings(target) == added
+        here = text_settings(target)
+        assert other_text_settings("a", {"generation": {"generation_config": added}}, here) is None
+        note = other_text_settings("a", {"generation": {"generation_config": added | {"suppress_tokens": [5]}}}, here)
+        assert "suppress_tokens=[5], here [3]" in note and "min_new" not in note
+        assert "repetition_penalty=None, here 1.2" in other_text_settings("a", {"generation": {}}, here)
+    finally:
+        target.generation_config.update(**dict.fromkeys([*added, "temperature"]))
 
 
 def test_later_turns_are_answered_on_the_models_own_history(tmp_path, target, tokenizer):

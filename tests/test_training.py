@@ -1,11 +1,13 @@
 """Anchors, blocks, masks, losses, features, and whole runs on tiny targets."""
 
+import contextlib
 import copy
 import json
 import threading
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from dflash_hub.target_model import raw_embeddings, tapped
 from dflash_hub.training import evaluation
 from dflash_hub.training import train as training_run
 from dflash_hub.training import trainer as training_step
-from dflash_hub.training.answers import encode
+from dflash_hub.training.answers import LocalTarget, encode
 from dflash_hub.training.blocks import (
     PADDING,
     block_ids,
@@ -511,6 +513,77 @@ def test_replayed_rounds_are_those_of_real_generation(target, answers, end):
     assert replayed.accepted == real.accepted and replayed.drafted == real.drafted
     assert len(forced) == sum(len(row["answer_ids"]) - 1 for row in rows)
     assert 0.1 < first < 1
+
+
+CONFIGS = {
+    "plain": {},
+    "penalty": {"repetition_penalty": 1.3},
+    "suppressed": {"suppress_tokens": [*range(0, 60, 2)], "begin_suppress_tokens": [9], "do_sample": True, "top_k": 2},
+    "biased": {
+        "sequence_bias": [[[i], 4.0] for i in range(8, 40, 3)],
+        "bad_words_ids": [[8], [12, 13]],
+        "min_length": 9,
+    },
+    "ngrams": {"no_repeat_ngram_size": 1, "encoder_no_repeat_ngram_size": 2, "encoder_repetition_penalty": 1.2},
+    "forced": {"forced_eos_token_id": 7, "forced_bos_token_id": 9},
+    "minimum": {"min_new_tokens": 9, "exponential_decay_length_penalty": [6, 1.3]},
+    "stateful": {"guidance_scale": 1.5},
+}
+
+
+@contextlib.contextmanager
+def generating_with(target, **fields):
+    """The target with other values in its generation config."""
+    before = {name: getattr(target.generation_config, name) for name in fields}
+    target.generation_config.update(**fields)
+    try:
+        yield
+    finally:
+        target.generation_config.update(**before)
+
+
+def answered(target, prompts: list[list[int]], limit: int) -> list[dict]:
+    """Greedy answers, as `regenerate` writes them."""
+    texts = LocalTarget(target, SimpleNamespace(pad_token_id=0), limit, {"do_sample": False}, 2).answer(prompts, 0)
+    return [
+        {"id": f"a-{i}", "turn": 0, "prompt_ids": prompt, "answer_ids": ids, "max_new_tokens": limit}
+        for i, (prompt, ids) in enumerate(zip(prompts, texts))
+    ]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_replay_is_generation_under_the_targets_generation_config(target, answers, name):
+    """Round by round, for answers that end near their limit, far from it and at it, of prompts of one token and of several."""
+    drafter = half_trained(target, answers)
+    prompts, accepted = [answers[0]["prompt_ids"][:1], *(row["prompt_ids"] for row in answers[2:4])], 0
+    with generating_with(target, eos_token_id=[7, 30, 31], **CONFIGS[name]):
+        for limit in (10, 20):
+            rows = answered(target, prompts, limit)
+            real = evaluation.generate(target, drafter, prompts, limit)
+            replayed, _, _ = evaluation.replay(target, drafter, rows, blocks_at_once=5)
+            for name in ("acceptance_lengths", "drafted", "accepted"):
+                assert getattr(replayed, name) == getattr(real, name)
+            accepted += real.num_accepted
+    assert 0 < accepted < 60
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"num_beams": 2}, "num_beams=2"),
+        ({"max_time": 9.0}, "cannot be replayed under MaxTimeCriteria"),
+        ({"cache_implementation": "static"}, "cannot be replayed with `cache_implementation='static'`"),
+        ({"eos_token_id": "inside"}, "goes on after an end token"),
+        ({"eos_token_id": "last", "forced_eos_token_id": "last"}, "does not say what its limit was"),
+    ],
+)
+def test_what_replay_cannot_follow_is_refused_by_name(target, answers, fields, sentence):
+    ids = answers[0]["answer_ids"]
+    named = {"inside": ids[3], "last": ids[-1]}
+    row = answers[0] | {"answer_ids": ids[: ids.index(ids[-1]) + 1]}
+    with generating_with(target, **{name: named.get(value, value) for name, value in fields.items()}):
+        with pytest.raises(ValueError, match=sentence):
+            evaluation.replay(target, tiny_drafter(), [row])
 
 
 def cut_at(row: dict, token: int) -> dict:

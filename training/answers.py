@@ -14,24 +14,75 @@ import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import Cache, GenerationConfig, LogitsProcessorList
+from transformers.generation import StoppingCriteriaList
 
 from ..benchmark.bench import repeated
 from ..benchmark.prompts import json_lines
 from ..benchmark.rows import cut_at_end, left_padded, pad_token
 from ..benchmark.server import Server
 from ..convert.checkpoint import read_json
+from ..decode_choice import SCORES_ONLY
+from ..decode_settings import refuse_unsupported, resolve_generation_config
 from ..demo.pair import end_tokens, in_mode
 from ..hub_files import write_text
+from ..target_model import CACHE
 from .identity import same_target, template_fingerprint
+
+
+@dataclass
+class PreparedCall:
+    """What `generate` makes of a call and the target's generation config, before its first forward pass."""
+
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    cache: Cache | None
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, target, prompts: list[list[int]], pad: int = 0, **settings) -> "PreparedCall":
+        """Prepare `target.generate(**settings)` for `prompts`, left-padded.
+
+        Raises:
+            ValueError: what generation with a drafter refuses, so that its rounds could not give such an answer.
+        """
+        call = settings | left_padded(prompts, pad, target.device)
+        refuse_unsupported(target, *resolve_generation_config(target, target.generate, call), call)
+
+        def prepared(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+            return cls(logits_processor, stopping_criteria, generation_config, model_kwargs.get(CACHE))
+
+        return target.generate(**call, custom_generate=prepared)
+
+
+# Fields of a generation config that decide a greedy text, beside its end tokens, and the values that change nothing.
+TEXT_FIELDS = {
+    "repetition_penalty": (None, 1.0), "encoder_repetition_penalty": (None, 1.0), "no_repeat_ngram_size": (None, 0),
+    "encoder_no_repeat_ngram_size": (None, 0), "bad_words_ids": (None,), "sequence_bias": (None,), "min_length": (None, 0),
+    "min_new_tokens": (None, 0), "forced_bos_token_id": (None,), "forced_eos_token_id": (None,),
+    "exponential_decay_length_penalty": (None,), "suppress_tokens": (None, []), "begin_suppress_tokens": (None, []),
+    "guidance_scale": (None, 1), "watermarking_config": (None,), "remove_invalid_values": (None, False),
+}  # fmt: skip
+
+
+def text_settings(target) -> dict:
+    """What the target's generation config adds to greedy decoding, by field; as JSON gives it back."""
+    stated = json.loads(target.generation_config.to_json_string(use_diff=False))
+    return {name: stated[name] for name, neutral in TEXT_FIELDS.items() if stated.get(name) not in neutral}
 
 
 class LocalTarget:
     """Answers by the target in this process, in left-padded batches.
+
+    Where a logits processor looks at the text (`no_repeat_ngram_size`, `min_length`), padding would be text to it, so
+    prompts of one length are answered together.
 
     Args:
         sampling: arguments of `generate`, such as `{"do_sample": False}`.
@@ -45,11 +96,22 @@ class LocalTarget:
 
     @torch.no_grad()
     def answer(self, prompts: list[list[int]], seed: int) -> list[list[int] | Exception]:
-        """Answer ids of each prompt, the end token included where the target wrote one."""
-        inputs = left_padded(prompts, self.pad, self.target.device)
+        """Answer ids of each prompt, the end token included where the target wrote one.
+
+        Raises:
+            ValueError: the target's generation config asks for what generation with a drafter refuses.
+        """
+        call = PreparedCall.of(self.target, prompts, self.pad, **self.settings)
+        alone = not all(type(processor) in SCORES_ONLY for processor in call.processors)
         torch.manual_seed(seed)
-        output = self.target.generate(**inputs, **self.settings)
-        return [cut_at_end(row, self.ends) for row in output[:, inputs["input_ids"].shape[1] :].tolist()]
+        answers = {}
+        for length in sorted(set(map(len, prompts))) if alone else [None]:
+            chosen = [i for i, prompt in enumerate(prompts) if length in (None, len(prompt))]
+            inputs = left_padded([prompts[i] for i in chosen], self.pad, self.target.device)
+            output = self.target.generate(**inputs, **self.settings)
+            new = output[:, inputs["input_ids"].shape[1] :].tolist()
+            answers |= {i: cut_at_end(row, self.ends) for i, row in zip(chosen, new)}
+        return [answers[i] for i in range(len(prompts))]
 
 
 class RemoteTarget:

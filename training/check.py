@@ -22,7 +22,7 @@ from ..target_model import check_pair, tap_request, tapped
 from .answers import encode
 from .blocks import denoise
 from .data import row_context, rows_of, single_row
-from .evaluation import generate, right_drafts
+from .evaluation import GreedyCall, generate, right_drafts
 from .identity import has_thinking_modes, identify, same_target, template_fingerprint
 
 FLOOR = 1.3  # mean acceptance length below which drafting hardly pays on any device
@@ -80,7 +80,10 @@ def answered(target, prompt_ids: list[list[int]], max_new_tokens: int) -> list[d
     for number, ids in enumerate(prompt_ids):
         text = target.generate(input_ids=torch.tensor([ids], device=target.device), do_sample=False, max_new_tokens=max_new_tokens,
                                attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=target.device))  # fmt: skip
-        rows.append({"id": str(number), "turn": 0, "prompt_ids": ids, "answer_ids": text[0, len(ids) :].tolist()})
+        answer = text[0, len(ids) :].tolist()
+        rows.append(
+            {"id": str(number), "turn": 0, "prompt_ids": ids, "answer_ids": answer, "max_new_tokens": max_new_tokens}
+        )
     return rows
 
 
@@ -254,7 +257,7 @@ def first_right(drafter, target, rows: list[dict], layer_ids: list[int]) -> floa
     counts = []
     for row in rows:
         if len(row["answer_ids"]) > 1:
-            counts += right_drafts(target, drafter, single_row(row, target.device), 64, layer_ids)
+            counts += right_drafts(target, drafter, row, GreedyCall.of(target, row), 64, layer_ids)
     return statistics.mean(count > 0 for count in counts) if counts else 0.0
 
 

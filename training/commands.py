@@ -153,14 +153,16 @@ def answer_prompts(
     if server:
         tokenizer = AutoTokenizer.from_pretrained(target)
         source = answers.RemoteTarget(Server(server, model), tokenizer, max_new_tokens, sampling, batch_size)
-        identity = None
+        identity, under = None, {}  # a server may leave the generation config out
     else:
         from .train import load_target
 
         loaded, tokenizer = load_target(target, dtype)
         source = answers.LocalTarget(loaded, tokenizer, max_new_tokens, sampling, batch_size)
-        identity = identify(loaded)
+        identity, under = identify(loaded), answers.text_settings(loaded)
     generation = {"max_new_tokens": max_new_tokens, **sampling}
+    if under:
+        generation["generation_config"] = under
     settings = answers.answer_settings(target, identity, tokenizer, thinking, generation)
     counts = answers.regenerate(output, source, tokenizer, rows, settings, thinking, max_prompt_tokens, seed)
     if getattr(source, "retokenized", 0):

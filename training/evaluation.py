@@ -3,20 +3,88 @@
 - *Real*: `target.generate(assistant_model=drafter)`, and its statistics. It is what is served.
 - *Replayed*: the same rounds, found by walking the drafter's blocks along answers that the target wrote greedily before.
   The text of a greedy round cannot differ from them, so the acceptance lengths are those of real generation, at the
-  speed of training (a test compares them round by round).
+  speed of training (a test compares them round by round). Drafts pass through the logits processors of the target's
+  generation config, as in generation, and the answers must have been written under the same config.
 - *Teacher-forced*: the mean over all anchors of an answer. It is higher: a long accepted run is met once by real rounds
   but counted from each of its tokens, so random anchors see the easy places more often than rounds start there.
 """
 
 import statistics
+from dataclasses import dataclass
 
 import torch
+from transformers import DynamicCache
 
+from ..decode_choice import TargetChoice
+from ..decode_state import Stop
 from ..decode_statistics import Speculation
-from ..demo.pair import end_tokens
-from ..target_model import embedding_rows
+from ..target_model import PassLimits, embedding_rows
+from .answers import PreparedCall
 from .blocks import block_labels, denoise
 from .data import row_context, rows_of, single_row
+
+
+@dataclass
+class GreedyCall:
+    """What `generate` prepares for the greedy call that wrote an answer.
+
+    Args:
+        choice: the target's logits processors, for this prompt.
+        ended: whether the answer ends with an end token.
+        limit: new tokens that the call allowed; None where an answer that ended does not say.
+    """
+
+    choice: TargetChoice
+    ended: bool
+    limit: int | None
+
+    @classmethod
+    def of(cls, target, row: dict) -> "GreedyCall":
+        """The call of a row, prepared by `generate` itself from the target's generation config.
+
+        An answer without an end token is taken to have reached its limit, also where it was cut later: what was drafted
+        before is the same. `row["max_new_tokens"]` is the limit of one that ended.
+
+        Raises:
+            ValueError: the target's generation config asks for what generation with a drafter refuses, or replay cannot
+                follow; or the answer cannot be the target's under this config. Names what was found.
+        """
+        answer, limit = row["answer_ids"], row.get("max_new_tokens")
+        call = PreparedCall.of(
+            target, [row["prompt_ids"]], do_sample=False, max_new_tokens=max(limit or 0, len(answer))
+        )
+        stop = Stop(call.criteria, 1)
+        if stop.others:
+            raise ValueError(
+                f"rounds cannot be replayed under {type(stop.others[0]).__name__}, which the target's generation config asks "
+                "for: it is not known where it ended an answer. Unset it, or measure real generation only."
+            )
+        if not isinstance(call.cache, (DynamicCache, type(None))):
+            raise ValueError(
+                f"rounds cannot be replayed with `cache_implementation={call.config.cache_implementation!r}` of the target's "
+                "generation config, which limits how many tokens a round drafts. Unset it, or measure real generation only."
+            )
+        ended = answer[-1] in stop.eos
+        if stop.eos.intersection(answer[:-1]):
+            raise ValueError(
+                f"the answer to {row['id']!r} goes on after an end token of the target's generation config, so it was written "
+                "under another one; make the answers again with `dflash-hub regenerate`, or pass --sampled-answers to replay none."
+            )
+        if ended and limit is None and call.config.forced_eos_token_id is not None:
+            raise ValueError(
+                f"the target's generation config forces an end token at the limit, and the answer to {row['id']!r} does not say "
+                "what its limit was; make the answers again with `dflash-hub regenerate`."
+            )
+        return cls(TargetChoice(call.processors, None), ended, limit if ended else len(answer))
+
+    def draft_scores(self, text: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Processed scores (N, V) of draft logits (N, V) for `positions` (N,) of a `text` (1, S)."""
+        choice = self.choice.of_drafts
+        if choice.scores_only:  # they look at no prefix
+            return choice.choose_block(text, [0], logits[None], keep_scores=True)[1][0]
+        each = zip(positions.tolist(), logits[:, None, None])
+        scores = [choice.choose_block(text, [position], of_one, keep_scores=True)[1] for position, of_one in each]
+        return torch.cat(scores)[:, 0]
 
 
 @torch.no_grad()
@@ -26,17 +94,21 @@ def replay(target, drafter, rows: list[dict], blocks_at_once: int = 64) -> tuple
     Returns:
         (speculation, forced, first): the rounds, one row of statistics an answer; the acceptance length at every anchor;
         and the share of anchors at which the first drafted token is right.
+
+    Raises:
+        ValueError: see `GreedyCall.of`.
     """
-    slots, ends = drafter.config.block_size - 1, end_tokens(target)
+    slots, limits = drafter.config.block_size - 1, PassLimits(target)
     replayed, forced, first = Speculation([], [], []), [], []
     for row in rows:
-        batch = single_row(row, target.device)
-        right = right_drafts(target, drafter, batch, blocks_at_once)
-        ended, last = row["answer_ids"][-1] in ends, len(row["answer_ids"]) - 1
+        call = GreedyCall.of(target, row)
+        right = right_drafts(target, drafter, row, call, blocks_at_once)
+        last = len(row["answer_ids"]) - 1
         rounds, anchor = [], 0
         while anchor < last:
             # At a limit on length, the target itself adds the last token; at an end token it may be a draft.
-            drafted = slots if ended else min(slots, last - anchor - 1)
+            left = slots if call.limit is None else min(slots, call.limit - anchor - 2)
+            drafted = limits.most_drafts(len(row["prompt_ids"]) + anchor, max(left, 0))
             accepted = min(right[anchor], drafted)
             added = min(accepted + 1, last - anchor)
             rounds.append((added, drafted, accepted))
@@ -48,12 +120,15 @@ def replay(target, drafter, rows: list[dict], blocks_at_once: int = 64) -> tuple
     return replayed, forced, statistics.mean(first) if first else float("nan")
 
 
-def right_drafts(target, drafter, batch: dict, blocks_at_once: int, layer_ids: list[int] | None = None) -> list[int]:
-    """For each anchor of a single document's answer, how many of its drafts in a row are the answer's tokens.
+def right_drafts(
+    target, drafter, row: dict, call: GreedyCall, blocks_at_once: int, layer_ids: list[int] | None = None
+) -> list[int]:
+    """For each anchor of an answer, how many of its drafts in a row are the answer's tokens.
 
     `layer_ids`: other taps than the drafter's, to see what they would give.
     """
-    rows, config = rows_of(batch), drafter.config
+    batch, config = single_row(row, target.device), drafter.config
+    rows = rows_of(batch)
     context = row_context(target, batch, layer_ids or config.target_layer_ids)
     head, vocab_rows = target.get_output_embeddings(), embedding_rows(target)
     possible = (rows.answer_mask[0, :-1] & rows.answer_mask[0, 1:]).nonzero()[:, 0]
@@ -70,7 +145,9 @@ def right_drafts(target, drafter, batch: dict, blocks_at_once: int, layer_ids: l
             if len(alive) == 0:
                 break
             logits = drafter.draft_logits(hidden[alive, slot, None].to(target.dtype), head)[:, 0]
-            best, drafts = logits[:, :vocab_rows].max(-1)  # a padded head has rows that are no tokens
+            logits = logits.to(target.device, torch.float32)
+            logits[:, vocab_rows:] = -torch.inf  # a padded head has rows that are no tokens
+            best, drafts = call.draft_scores(rows.input_ids, anchors[0, alive] + slot + 1, logits).max(-1)
             # The largest of logits with a NaN is NaN, at an index that means nothing: no draft.
             right = (drafts == labels[0, alive, slot]) & best.isfinite()
             alive = alive[right & supervised[0, alive, slot]]

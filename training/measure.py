@@ -18,11 +18,11 @@ from ..convert.checkpoint import read_json
 from ..demo.smollm2 import smollm2
 from ..hub_files import check_finite
 from ..modeling_dflash import DFlashDraftModel
-from .answers import read_answers
+from .answers import read_answers, text_settings
 from .commands import typed_command
 from .evaluation import replay
 from .identity import identify
-from .train import check_answerer, load_target
+from .train import check_answerer, load_target, other_text_settings
 
 
 def main(
@@ -42,7 +42,14 @@ def main(
         check_answerer(folder, settings, identity)
         if settings["generation"].get("do_sample", True):
             raise ValueError(f"the answers in {folder} were sampled; rounds can be replayed on greedy ones only.")
-        rows = [row for row in read_answers(folder / "answers.jsonl") if len(row["answer_ids"]) > 1]
+        if note := other_text_settings(folder, settings, text_settings(loaded)):
+            raise ValueError(f"{note}, so rounds cannot be replayed on it; make the answers again.")
+        limit = settings["generation"].get("max_new_tokens")
+        rows = [
+            row | {"max_new_tokens": limit}
+            for row in read_answers(folder / "answers.jsonl")
+            if len(row["answer_ids"]) > 1
+        ]
         speculation, _, first = replay(loaded, model, rows)
         records = [{"id": row["id"], "rounds": r} for row, r in zip(rows, speculation.acceptance_lengths)]
         tau = over_prompts(records, lambda record: record["id"], tau_of)

@@ -40,12 +40,13 @@ from ..demo.pair import dtype_of
 from ..hub_files import write_text
 from ..modeling_dflash import DFlashDraftModel
 from ..target_model import check_pair, embedding_rows
-from .answers import iterate_answers
+from .answers import iterate_answers, text_settings
 from .arguments import read_field
 from .check import read_record
 from .checkpoints import FileLists, best_checkpoint, resumable_checkpoint
 from .commands import read_yaml
 from .data import Collator, PackedRows, document_key, row_length, split_held_out, usable_rows
+from .evaluation import GreedyCall
 from .examples import in_a_file
 from .features import FeatureCache, check_teacher, checksum, feature_layers, tapped_features
 from .identity import differences, has_thinking_modes, identify, same_target, template_fingerprint
@@ -72,10 +73,12 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
     target, tokenizer = load_target(options.target, options.dtype)
     identity = identify(target)
     prompts = prompts_by_id(options)
-    rows, files, greedy = load_rows(options.answers, prompts, options, tokenizer, identity)
+    rows, files, greedy = load_rows(options.answers, prompts, options, tokenizer, identity, text_settings(target))
     check_ids(rows, embedding_rows(target))
     rows, dropped = usable_rows(rows, options.max_length)
     training, held_out = split_held_out(rows, options.held_out, options.seed)
+    for row in held_out if greedy else []:  # refuses what cannot be replayed before anything is trained
+        GreedyCall.of(target, row)
     if options.rehearsal:
         old, old_files, _ = load_rows(options.rehearsal, prompts, options, tokenizer)
         check_ids(old, embedding_rows(target))
@@ -261,17 +264,21 @@ def load_rows(
     options: TrainOptions,
     tokenizer,
     identity: dict | None = None,
+    written_under: dict | None = None,
 ) -> tuple[list[dict], list[dict], bool]:
-    """(rows, files, greedy): the answers, what they were read from, and whether they are known to be greedy ones.
+    """(rows, files, greedy): the answers, what they were read from, and whether rounds can be replayed on them.
+
+    They can on greedy answers of the target under the generation config that it has now.
 
     Args:
         prompts: see `prompts_by_id`.
         identity: of the target, to refuse answers of another; None takes those of any with the same template and mode.
+        written_under: the target's `text_settings`, where rounds are to be replayed.
 
     Raises:
         ValueError: answers made with another chat template or thinking mode, or by another target; or two answers to one turn.
     """
-    paths, greedy = [], []
+    limits, greedy = {}, []
     for source in map(Path, sources):
         path = source / "answers.jsonl" if source.is_dir() else source
         if not path.is_file():
@@ -280,6 +287,9 @@ def load_rows(
         fields = ("template", "thinking", "identity", "generation")
         settings = read_json(settings_path, *fields) if settings_path.is_file() else None
         greedy.append(settings is not None and not settings["generation"].get("do_sample", True))
+        if greedy[-1] and written_under is not None and (note := other_text_settings(path, settings, written_under)):
+            print(f"{note}; rounds are not replayed on them.", file=sys.stderr)
+            greedy[-1] = False
         if settings is not None:
             stated = {"template": template_fingerprint(tokenizer)}
             if has_thinking_modes(tokenizer):
@@ -292,20 +302,23 @@ def load_rows(
                     )
             if identity is not None:
                 check_answerer(path, settings, identity)
-        paths.append(path)
+        limits[path] = settings and settings["generation"].get("max_new_tokens")
     files = []
-    rows = in_a_file(first_answers(paths, prompts, options, tokenizer, files))
+    rows = in_a_file(first_answers(limits, prompts, options, tokenizer, files))
     return rows, files, all(greedy) if options.greedy is None else options.greedy
 
 
-def first_answers(paths: list[Path], prompts: dict, options: TrainOptions, tokenizer, files: list[dict]):
+def first_answers(limits: dict[Path, int | None], prompts: dict, options: TrainOptions, tokenizer, files: list[dict]):
     """The first answer to each turn, one at a time; what was read of each path is added to `files`.
+
+    Args:
+        limits: paths, each with the limit of its answers (`max_new_tokens`), where it is known.
 
     Raises:
         ValueError: two prompts of one id.
     """
     known: dict[tuple, int] = {}  # by id and turn, a hash of the prompt
-    for path in paths:
+    for path, limit in limits.items():
         count = tokens = 0
         for row in iterate_answers(path, prompts or None, tokenizer, options.thinking):
             count, tokens = count + 1, tokens + len(row["answer_ids"])
@@ -314,8 +327,18 @@ def first_answers(paths: list[Path], prompts: dict, options: TrainOptions, token
                 raise ValueError(f"{path}: two different prompts have the id {row['id']!r}; make the ids unique.")
             if key not in known:
                 known[key] = prompt
-                yield row
+                yield row | {"max_new_tokens": limit}
         files.append({"name": path.name, "rows": count, "answer_tokens": tokens, "sha256": checksum(path)})
+
+
+def other_text_settings(path: Path, settings: dict, here: dict) -> str | None:
+    """A clause that names what differs where answers were written under other `text_settings` than the target's `here`."""
+    made = settings["generation"].get("generation_config", {})
+    if made == here:
+        return None
+    changed = {name: (made.get(name), here.get(name)) for name in made | here if made.get(name) != here.get(name)}
+    found = ", ".join(f"{name}={before!r}, here {now!r}" for name, (before, now) in changed.items())
+    return f"{path} was written under another generation config ({found})"
 
 
 def check_answerer(path: Path, settings: dict, identity: dict):
