@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
-from transformers.cache_utils import DynamicCache, StaticSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, StaticSlidingWindowLayer
 from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteriaList
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import logging
@@ -41,7 +41,7 @@ from .decode_state import Record, Stop, Text
 from .decode_statistics import Speculation
 from .drafter_candidates import DFlashCandidateGenerator, Features, keep_context, take_context
 from .hub_files import nonfinite, nonfinite_sentence
-from .target_cache import CacheRollback, cached_length
+from .target_cache import CacheRollback, cached_length, refuse_unknown
 from .target_model import (
     CACHE,
     PassLimits,
@@ -53,6 +53,7 @@ from .target_model import (
     tapped,
 )
 from .target_ranks import TargetRanks
+from .target_snapshot import CacheSnapshot
 
 logger = logging.get_logger(__name__)
 
@@ -138,6 +139,7 @@ def assisted_generate(drafter, target: PreTrainedModel, generate, call: dict):
         prepared = Call(
             logits_processor, stopping_criteria, generation_config, model_kwargs, streamer,
             keeps_cache=generation_config.return_dict_in_generate or own_cache is not None,
+            passed_cache=own_cache,
             read_prefix=read_prefix,
             schedule=DraftSchedule(drafter.config.block_size, memory.statistics) if chosen else None,
         )  # fmt: skip
@@ -199,6 +201,7 @@ class Call:
     Args:
         processors, criteria, config, model_kwargs: as prepared by `generate`.
         keeps_cache: whether the cache outlives the call.
+        passed_cache: the caller's cache, who may go on with it although the call fails; None without one.
         read_prefix: whether the drafter reads a prefix that comes in a cache without its context.
         schedule: chooses how many tokens to draft; None for a fixed number.
     """
@@ -209,6 +212,7 @@ class Call:
     model_kwargs: dict
     streamer: object | None
     keeps_cache: bool
+    passed_cache: Cache | None
     read_prefix: bool
     schedule: DraftSchedule | None
 
@@ -266,8 +270,10 @@ class Decoding:
         self.apart = False  # whether rows advance by counts of their own
         self.clock = RoundClock(candidates.device, wanted=call.schedule is not None and self.ranks.first)
         self.rollback: CacheRollback | None = None
-        # While a pass is to be committed: its tokens, and the text's length before it.
-        self.verified: tuple[int, int] | None = None
+        # While the caller's cache holds what may have to leave it: the cache as it was before.
+        self.before: CacheSnapshot | None = None
+        self.verified = (0, 0)  # the newest pass that verified: its tokens, and the text's length before it
+        self.reached = 0  # tokens of that pass whose logits the text has come to: plain `generate` has fed these
         if self.record.attentions is not None and self.rows > 1:
             raise ValueError(
                 f"`output_attentions` is supported for one row, got {self.rows}, together with a DFlash drafter. Call "
@@ -296,6 +302,7 @@ class Decoding:
         new = ids.shape[1] - past * whole
 
         self.cache = kwargs.get(CACHE)
+        self._guard_cache()
         if past:
             self._take_prefix(ids[:, :past] if whole else None, past)
         if self.call.config.prefill_chunk_size is not None and "inputs_embeds" not in kwargs:
@@ -314,6 +321,7 @@ class Decoding:
         self.inputs = RoundInputs(kwargs, self.rows, ids.shape[1], held, self.device)
         self.rollback = CacheRollback(self.cache, self.target)
         self._decide_how_rows_advance()
+        self.before = None  # from here on the caller's cache holds the prompt
         with self.ranks.alone():
             self.accept(self.text.ids[:, :0], logits)
 
@@ -332,6 +340,12 @@ class Decoding:
             "a cache to hand back": call.keeps_cache, "a streamer of a batch": self.rows > 1 and call.streamer is not None,
         }  # fmt: skip
         self.ranks.check_call({name: int(value) for name, value in facts.items()})
+
+    def _guard_cache(self):
+        """Note how the caller's cache is before a forward pass changes it; see `close`."""
+        if self.cache is not None and self.cache is self.call.passed_cache and self.before is None:
+            refuse_unknown(self.cache, self.target)
+            self.before = CacheSnapshot(self.cache)
 
     def _read_chunks(self, ids: torch.LongTensor, past: int):
         """The prompt in chunks, as `prefill_chunk_size` asks; the drafter reads each, and only its own context is kept."""
@@ -509,21 +523,23 @@ class Decoding:
 
     def verify(self, num_draft: int):
         """One target pass over every row's anchor and its drafts."""
-        count = num_draft + 1
+        count, self.reached = num_draft + 1, 0
         outputs = self._pass(self.text.upto(num_draft) if not self.apart else self.text.newest(count), count)
         if outputs[CACHE] is not self.cache:  # Phi-3 starts a new one at the boundary of its RoPE
-            self.cache = outputs[CACHE]
+            self.rollback.close()
+            self.cache, self.before = outputs[CACHE], None
             self.rollback = CacheRollback(self.cache, self.target)
             if self.cache.get_seq_length() != self.inputs.columns + num_draft + 1:
                 raise ValueError(
                     f"{type(self.target).__name__} dropped its cache in the middle of a text and did not read the text again, "
                     "as older transformers do at the boundary of LongRoPE; upgrade transformers, or keep texts shorter."
                 )
-        self.verified = (count, min(self.text.lengths))
+        self.verified, self.reached = (count, min(self.text.lengths)), 1
         return outputs
 
     def _pass(self, ids: torch.LongTensor, count: int):
         """A pass over the last `count` tokens of `ids`; the whole text where rows advance together, as Phi-3 looks at it."""
+        self._guard_cache()
         resting = [row for row in range(self.rows) if self.apart and self.stop.resting(row)]
         ahead = self.inputs.ahead(count, self.cache, resting)
         model_inputs = self.target.prepare_inputs_for_generation(
@@ -566,6 +582,7 @@ class Decoding:
             if self.apart and resting[group.start]:
                 continue
             for i in range(count + 1):
+                self.reached = i + 1
                 if self.choice.stateless:
                     tokens = [row[i] for row in choices[group]]
                 else:
@@ -682,7 +699,7 @@ class Decoding:
             self.rollback.trim(trim)
 
     def _roll_back(self, fed: int, added: list[int]):
-        self.verified = None
+        self.reached = 0  # whoever interrupts a rollback has the cache as it was before the pass
         recurrent, most = self.rollback.recurrent, max(added)
         if recurrent is not None and 0 < most < fed and not recurrent.can_rerun:
             if self.apart:
@@ -695,11 +712,12 @@ class Decoding:
             self._replay(fed, most)
         else:
             self.rollback.commit(fed, added)
+        self.before = None
 
     def _replay(self, fed: int, added: int):
         """Read accepted tokens once more, from before the pass that verified them."""
         self.rollback.commit(fed, [0] * self.rows)
-        self._pass(self.text.ids[:, : self.text.lengths[0] - 1], added)
+        self._pass(self.text.ids[:, : self.verified[1] - 1 + added], added)
         self.rollback.commit(added, [added] * self.rows)
         self.speculation.replay_passes += 1
 
@@ -717,15 +735,25 @@ class Decoding:
 
     def close(self):
         """Leave target and cache as others expect them, whatever happened."""
-        if self.rollback is None:
-            return
         try:
-            if self.verified is not None and not self.apart:
-                # A streamer, a criterion or a processor raised: a cache that the caller passed holds the text so far.
-                fed, length = self.verified
-                self._roll_back(fed, [min(self.text.lengths) - length] * self.rows)
+            if self.before is not None:
+                self._give_back()
         finally:
-            self.rollback.close()
+            if self.rollback is not None:
+                self.rollback.close()
+
+    def _give_back(self):
+        """Leave the caller's cache with the text so far where a processor, a criterion or a streamer raised.
+
+        Where a forward pass or a rollback was interrupted, leave it as it was before the pass.
+        """
+        try:
+            # Mixers of a target that ranks share run on all of them or on none, and the error may be of this one only.
+            if self.reached and not (self.ranks.shared and self.rollback.recurrent is not None):
+                self._roll_back(self.verified[0], [self.reached] * self.rows)
+        finally:
+            if self.before is not None:
+                self.before.restore()
 
     def result(self):
         """What plain `generate` returns."""

@@ -35,6 +35,20 @@ def cached_length(cache: Cache | None) -> int:
     return int(cache.get_seq_length())
 
 
+def refuse(part, target: PreTrainedModel):
+    """Raise the ValueError that names a cache, or a layer of one, that cannot be rolled back."""
+    raise ValueError(
+        f"the cache of {type(target).__name__} cannot be rolled back to the accepted tokens (a {type(part).__name__} cannot be "
+        "put back as it was), so a DFlash drafter cannot be used with it."
+    )
+
+
+def refuse_unknown(cache: Cache, target: PreTrainedModel):
+    """Refuse a cache that keeps more than its layers, which are all that is known here."""
+    if type(cache).crop is not Cache.crop or type(cache).update is not Cache.update:
+        refuse(cache, target)
+
+
 class CacheRollback:
     """Takes back from a cache, after each pass, what was not accepted.
 
@@ -47,12 +61,16 @@ class CacheRollback:
     """
 
     def __init__(self, cache: Cache, target: PreTrainedModel):
+        refuse_unknown(cache, target)
         self.cache, self.target, self.recurrent = cache, target, None
-        if type(cache).crop is not Cache.crop or type(cache).update is not Cache.update:
-            self._refuse(cache)  # it keeps more than its layers, which are all that is known here
-        if any(_states_of(layer, "recurrent_states") for layer in cache.layers):
-            self.recurrent = RecurrentStates(cache, target)
-        self.parts = [part for layer in cache.layers if (part := self._part(layer)) is not None]
+        self.layers = [*cache.layers]
+        try:
+            if any(_states_of(layer, "recurrent_states") for layer in cache.layers):
+                self.recurrent = RecurrentStates(cache, target)
+            self.parts = [part for layer in cache.layers if (part := self._part(layer)) is not None]
+        except BaseException:
+            self.close()
+            raise
         # Passes of few different lengths, where every length may be compiled.
         self.fixed_lengths = bool(cache.is_compileable)
         self.moves_rows = not cache.offloading and all(_moves_rows(layer) for layer in cache.layers)
@@ -65,24 +83,17 @@ class CacheRollback:
         if isinstance(layer, QuantizedLayer):
             return _Quantized(layer)
         if isinstance(layer, StaticLayer) and isinstance(layer, LinearAttentionCacheLayerMixin) and not self.recurrent:
-            self._refuse(layer)  # nothing restores the state beside the keys
+            refuse(layer, self.target)  # nothing restores the state beside the keys
         if isinstance(layer, StaticSlidingWindowLayer):
             return _StaticWindow(layer)
         if isinstance(layer, StaticLayer):
-            return _Static(layer, self._refuse)
+            return _Static(layer, self.target)
         if isinstance(layer, LinearAttentionCacheLayerMixin) and self.recurrent:
             # The states are restored; keys beside them are cropped.
             return _KeysOnly(layer) if isinstance(layer, DynamicLayer) else None
         if not layer.is_croppable:
-            self._refuse(layer)
+            refuse(layer, self.target)
         return _Croppable(layer)
-
-    def _refuse(self, part):
-        self.close()
-        raise ValueError(
-            f"the cache of {type(self.target).__name__} cannot be rolled back to the accepted tokens (a "
-            f"{type(part).__name__} cannot be put back as it was), so a DFlash drafter cannot be used with it."
-        )
 
     def most_drafts(self, wanted: int) -> int:
         """How many tokens may be verified beside the anchor without losing what a rejection needs."""
@@ -121,7 +132,7 @@ class CacheRollback:
 
     def close(self):
         """Leave the cache as a caller expects it, who may never crop it."""
-        for layer in self.cache.layers:
+        for layer in self.layers:
             if hasattr(layer, "record_past"):
                 layer.record_past = False
         if self.recurrent is not None:
@@ -185,10 +196,10 @@ class _KeysOnly(_Croppable):
 class _Static(_Croppable):
     """Fixed room: what is behind the length is overwritten by the next pass."""
 
-    def __init__(self, layer, refuse):
+    def __init__(self, layer, target: PreTrainedModel):
         self.layer = layer
         if type(layer) is not StaticLayer and not hasattr(layer, "crop"):
-            refuse(layer)
+            refuse(layer, target)
 
     def most_fed(self) -> int:
         return self.layer.max_cache_len - int(self.layer.get_seq_length())
@@ -313,8 +324,10 @@ class RecurrentStates:
             if kwargs is not None and any(value is self.cache for value in (*args, *kwargs.values())):
                 self.at_work[module.layer_idx] = (module, args, kwargs)
 
-        hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in self.modules]
+        hooks = []
         try:
+            for module in self.modules:
+                hooks.append(module.register_forward_pre_hook(record, with_kwargs=True))
             yield
         finally:
             for hook in hooks:
@@ -396,7 +409,7 @@ def move_right(layer, behind: torch.Tensor, surplus: int, conv: bool):
     Args:
         conv: whether the inputs of convolutions are moved too.
     """
-    for holder, name, dim, rows_dim in _per_token(layer, conv):
+    for holder, name, dim, rows_dim in tensors_by_column(layer, conv):
         states = holder[name]
         count = states.shape[dim] - surplus
         index = torch.arange(count, device=states.device)[None] - behind.to(states.device)[:, None]  # (B, S)
@@ -416,12 +429,12 @@ def trim_left(layer, count: int):
             states[..., states.shape[-2] - stored :, :] for states in (layer.keys, layer.values)
         )
         return
-    for holder, name, dim, _ in _per_token(layer, conv=False):
+    for holder, name, dim, _ in tensors_by_column(layer, conv=False):
         holder[name] = holder[name].narrow(dim, count, holder[name].shape[dim] - count)
 
 
-def _per_token(layer, conv: bool):
-    """(holder, name, dimension of the tokens, dimension of the rows) of each tensor that has one column a token."""
+def tensors_by_column(layer, conv: bool):
+    """Yield (holder, name, dimension of the tokens, dimension of the rows) of each tensor that has one column a token."""
     if isinstance(layer, _DUMMY_LAYER) or not _is_used(layer):
         return
     own = layer.__dict__
