@@ -40,13 +40,16 @@ class _WhenGenerateIsImported:
     """Import finder that hands over what adopts foreign drafters as soon as transformers' `generate` has been imported.
 
     Importing transformers right here would be simpler, and would make `dflash-hub --help` and shell completion wait for it.
+    Where a module of this package is what imports `generate`, it is half imported itself, and adopting waits for its end.
     """
 
     MODULE = "transformers.generation.utils"
+    importing = 0  # modules of this package that are half imported
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        if name != cls.MODULE:
+        own = name.startswith(f"{__name__}.")
+        if name != cls.MODULE and not own:
             return None
         others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not cls)
         spec = next((spec for spec in others if spec is not None), None)
@@ -54,9 +57,14 @@ class _WhenGenerateIsImported:
             run = spec.loader.exec_module
 
             def exec_module(module):
-                run(module)
-                sys.meta_path.remove(cls)
-                _adopt_foreign_drafters()
+                cls.importing += own
+                try:
+                    run(module)
+                finally:
+                    cls.importing -= own
+                if cls.MODULE in sys.modules and not cls.importing and cls in sys.meta_path:
+                    sys.meta_path.remove(cls)
+                    _adopt_foreign_drafters()
 
             spec.loader.exec_module = exec_module
         return spec

@@ -337,6 +337,17 @@ from conftest import prompt_of, tiny_target
     assert run(script, tmp_path) == "same text\n"
 
 
+@pytest.mark.parametrize("name", ("generation_dflash", "target_model"))
+def test_a_module_that_imports_generate_itself_is_the_first_import(name, tmp_path):
+    """Adopting imports that module too, so it waits until the module is whole."""
+    script = f"""
+import dflash_hub.{name}
+from transformers import GenerationMixin
+assert len(GenerationMixin.generate._dflash_adopters) == 1 and dflash_hub._WhenGenerateIsImported not in sys.meta_path
+"""
+    run(script, tmp_path)
+
+
 def test_the_package_is_imported_last_beside_remote_code_of_ours(folders, tmp_path):
     """Two copies of our code: the remote one installed the hook, the package hands it what adopts."""
     script = f"""
