@@ -19,6 +19,7 @@ from ..decode_choice import TargetChoice
 from ..decode_state import Stop
 from ..decode_statistics import Speculation
 from ..target_model import PassLimits, embedding_rows
+from ..target_ranks import TargetRanks
 from .answers import PreparedCall
 from .blocks import block_labels, denoise
 from .data import row_context, rows_of, single_row
@@ -53,7 +54,7 @@ class GreedyCall:
         call = PreparedCall.of(
             target, [row["prompt_ids"]], do_sample=False, max_new_tokens=max(limit or 0, len(answer))
         )
-        stop = Stop(call.criteria, 1)
+        stop = Stop(call.criteria, 1, TargetRanks(target, 1))
         if stop.others:
             raise ValueError(
                 f"rounds cannot be replayed under {type(stop.others[0]).__name__}, which the target's generation config asks "
@@ -147,9 +148,9 @@ def right_drafts(
             logits = drafter.draft_logits(hidden[alive, slot, None].to(target.dtype), head)[:, 0]
             logits = logits.to(target.device, torch.float32)
             logits[:, vocab_rows:] = -torch.inf  # a padded head has rows that are no tokens
-            best, drafts = call.draft_scores(rows.input_ids, anchors[0, alive] + slot + 1, logits).max(-1)
-            # The largest of logits with a NaN is NaN, at an index that means nothing: no draft.
-            right = (drafts == labels[0, alive, slot]) & best.isfinite()
+            finite = logits.amax(-1).isfinite()  # generation drafts nothing where they are not
+            drafts = call.draft_scores(rows.input_ids, anchors[0, alive] + slot + 1, logits).argmax(-1)
+            right = (drafts == labels[0, alive, slot]) & finite
             alive = alive[right & supervised[0, alive, slot]]
             count[alive] += 1
         counts += count.tolist()
