@@ -134,6 +134,18 @@ class Record:
         if self.logits is not None:
             self.logits += (logits.clone(),)
 
+    def heed_choice(self, states: tuple, asked: bool | list[int]):
+        """Return all hidden states where the target ignores a choice of them, as older families do.
+
+        Args:
+            states: of a pass, by layer; None for those that the target left out.
+            asked: the `output_hidden_states` of that pass.
+        """
+        if self.layers is not None:
+            chosen = {i % len(states) for i in asked}
+            if any(state is not None for i, state in enumerate(states) if i not in chosen):
+                self.layers = None
+
     def add_states(self, outputs, fed: int, added: int, lengths: list | None):
         """Hidden states and attentions of the first `added` of the `fed` tokens of a pass.
 

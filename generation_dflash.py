@@ -312,6 +312,7 @@ class Decoding:
             self.speculation.target_passes += 1
             self._take_features(outputs, kwargs.get("attention_mask"))
         if self.record.wants_states:
+            self.record.heed_choice(outputs.hidden_states, kwargs["output_hidden_states"])
             self.record.add_states(outputs, new, 0, None)
         logits = outputs.logits[:, -1:].to(device=self.device, dtype=torch.float32, copy=True)  # (B, 1, V)
         self.vocab_size, self.cache = logits.shape[-1], outputs[CACHE]
@@ -584,16 +585,17 @@ class Decoding:
             for i in range(count + 1):
                 self.reached = i + 1
                 if self.choice.stateless:
+                    step_logits, step_scores = logits[:, i], None if scores is None else scores[:, i]
                     tokens = [row[i] for row in choices[group]]
                 else:
-                    step_scores, tokens = self._choices_of_step(logits[:, i])
+                    # What is recorded is what a processor that works in place makes of it, as in plain `generate`.
+                    step_logits = logits[:, i].contiguous()
+                    step_scores, tokens = self._choices_of_step(step_logits)
                 tokens, agreed = self._append(group, tokens, [row[i] if i < count else None for row in drafted[group]])
                 for row, same in zip(range(self.rows)[group], agreed):
                     accepted[row] += same
                 if self.record.wants_scores:
-                    if self.choice.stateless:
-                        step_scores = None if scores is None else scores[:, i]
-                    self.record.add(step_scores, logits[:, i])
+                    self.record.add(step_scores, step_logits)
                 self.stop(group, text.view(group), tokens, self.record.scores)
                 if by_token:
                     self._stream(tokens)
@@ -640,7 +642,7 @@ class Decoding:
         """Of one position, with processors that keep state: they see each emitted token's logits (B, V) once, in order."""
         text = self.text
         with self._counted_passes():
-            scores = self.choice.processors(text.view(slice(0, self.rows)).contiguous(), logits.contiguous())
+            scores = self.choice.processors(text.view(slice(0, self.rows)).contiguous(), logits)
         return scores, self.ranks.agree(self.choice.choose(scores[:, None], text.lengths)[:, 0].tolist())
 
     @contextmanager
