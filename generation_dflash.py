@@ -434,7 +434,7 @@ class Decoding:
 
     def _noise(self) -> GumbelNoise:
         # From torch's generator, so that `torch.manual_seed` reproduces a text.
-        (seed,) = self.ranks.agree([int(torch.randint(2**63 - 1, (1,)))])
+        seed = int(torch.randint(2**63 - 1, (1,)))
         return GumbelNoise(seed, self.prompt.shape[1], self.candidates.num_draft_tokens + 1, self.device)
 
     def _goes_on_from_its_state(self) -> bool:

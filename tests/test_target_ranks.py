@@ -84,6 +84,10 @@ def test_ranks_whose_numbers_differ_write_the_first_ones_text(ranks, plain, name
     assert of_both(ranks, name) == plain
 
 
+def test_the_first_ranks_drafts_are_accepted_on_all(ranks):
+    assert of_both(ranks, "accepted of other drafts") == [[4, 4, 4]]
+
+
 def test_stored_rows_of_a_sharded_embedding(ranks):
     assert of_both(ranks, "scaled embedding") is True
 

@@ -162,7 +162,9 @@ class Checks:
 
     def bits(self):
         """Ranks whose numbers differ, far more than in the last bit."""
-        self.note("other drafts", self.run(tiny_drafter(1 + RANK, num_draft_tokens=4)))
+        with drafts(("oracle", "random")[RANK], self.plain):
+            self.note("other drafts", self.run(num_assistant_tokens=4))
+        self.note("accepted of other drafts", self.drafter.last_speculation.accepted)
         head = self.target.get_output_embeddings()
         hook = head.register_forward_hook(lambda module, inputs, logits: logits * (1 - 2 * RANK))
         self.note("other logits", self.run())
