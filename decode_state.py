@@ -10,6 +10,7 @@ from transformers.generation import (
     StopStringCriteria,
 )
 
+from .target_model import COUNTS_EMBEDDING
 from .target_ranks import TargetRanks
 
 
@@ -102,8 +103,9 @@ class Stop:
 
 
 def selected_layers(output_hidden_states: bool | int | list[int] | None) -> list[int] | None:
-    """Those that the caller chose of the hidden states; None where it is a flag."""
-    if isinstance(output_hidden_states, bool) or output_hidden_states is None:
+    """Those that the caller chose of the hidden states; None where it is a flag, as a number is for older transformers."""
+    flags = (bool, type(None)) if COUNTS_EMBEDDING else (bool, type(None), int)
+    if isinstance(output_hidden_states, flags):
         return None
     return [output_hidden_states] if isinstance(output_hidden_states, int) else list(output_hidden_states)
 
@@ -134,16 +136,16 @@ class Record:
         if self.logits is not None:
             self.logits += (logits.clone(),)
 
-    def heed_choice(self, states: tuple, asked: bool | list[int]):
+    def heed_choice(self, states: tuple | None, taps: list[int]):
         """Return all hidden states where the target ignores a choice of them, as older families do.
 
         Args:
             states: of a pass, by layer; None for those that the target left out.
-            asked: the `output_hidden_states` of that pass.
+            taps: indices of those that the drafter asked for.
         """
-        if self.layers is not None:
-            chosen = {i % len(states) for i in asked}
-            if any(state is not None for i, state in enumerate(states) if i not in chosen):
+        if self.hidden_states is not None and self.layers is not None:
+            asked = {i % len(states) for i in (*taps, *self.layers)}
+            if any(state is not None for i, state in enumerate(states) if i not in asked):
                 self.layers = None
 
     def add_states(self, outputs, fed: int, added: int, lengths: list | None):

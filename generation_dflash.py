@@ -292,8 +292,6 @@ class Decoding:
                 kwargs["output_hidden_states"] = True if chosen is None else kwargs["output_hidden_states"] + chosen
         elif self.record.hidden_states is None:
             kwargs.pop("output_hidden_states", None)
-        if self.record.attentions is None:
-            kwargs.pop("output_attentions", None)
         past = cached_length(kwargs.get(CACHE))
         self._check_ranks(past)
         mask = kwargs.get("attention_mask")
@@ -312,7 +310,8 @@ class Decoding:
             self.speculation.target_passes += 1
             self._take_features(outputs, kwargs.get("attention_mask"))
         if self.record.wants_states:
-            self.record.heed_choice(outputs.hidden_states, kwargs["output_hidden_states"])
+            taps = tap_request(self.candidates.target_layer_ids) if self.drafting else []
+            self.record.heed_choice(outputs.get("hidden_states"), taps)
             self.record.add_states(outputs, new, 0, None)
         logits = outputs.logits[:, -1:].to(device=self.device, dtype=torch.float32, copy=True)  # (B, 1, V)
         self.vocab_size, self.cache = logits.shape[-1], outputs[CACHE]
@@ -410,7 +409,7 @@ class Decoding:
     def _decide_how_rows_advance(self):
         call, target = self.call, self.target
         reruns = True
-        if self.drafting and self.rollback.recurrent is not None:
+        if self.drafting and (self.rollback.recurrent is not None or self._with_attentions):
             reruns = self._goes_on_from_its_state()
         takes_mask = "attention_mask" in inspect.signature(target.forward).parameters
         self.apart = (
@@ -437,16 +436,24 @@ class Decoding:
         seed = int(torch.randint(2**63 - 1, (1,)))
         return GumbelNoise(seed, self.prompt.shape[1], self.candidates.num_draft_tokens + 1, self.device)
 
+    @property
+    def _with_attentions(self) -> bool:
+        """Whether forward passes are asked for attentions, returned or not: the target may take another path then."""
+        return bool(self.call.model_kwargs.get("output_attentions"))
+
     def _goes_on_from_its_state(self) -> bool:
-        """Check, once a target, that a pass of several tokens goes on from a recurrent state as a pass of one does.
+        """Check that a pass of several tokens goes on from what the cache holds as a pass of one does.
+
+        Recurrent layers may not, and Falcon has no causal mask where it is asked for attentions. A target's recurrent layers are
+        checked once.
 
         Returns:
-            Whether the recurrent layers can run again by themselves.
+            Whether recurrent layers can run again by themselves.
 
         Raises:
-            ValueError: they do not go on from their state.
+            ValueError: they do not go on from their state, or tokens see those behind them.
         """
-        if self.target in _RERUNS:
+        if self.target in _RERUNS and not self._with_attentions:
             return _RERUNS[self.target]
         position = max(self.inputs.position(self.prompt.shape[1], row) for row in range(self.rows)) + 1
         if self.limits.most_drafts(position, 1) < 1 or self.rollback.most_drafts(1) < 1:
@@ -458,13 +465,20 @@ class Decoding:
             logits.append(outputs.logits[:, -tokens.shape[1]].float())
             self.rollback.commit(tokens.shape[1], [0] * self.rows)
             if tokens.shape[1] == 2:
-                reruns = self.rollback.recurrent.can_rerun
+                reruns = self.rollback.recurrent is None or self.rollback.recurrent.can_rerun
             self.speculation.check_passes += 1
         block, single = logits
         apart = (block - single).norm() / (single - single.mean(-1, keepdim=True)).norm()
         if not apart < 2 * torch.finfo(self.target.dtype).eps ** 0.5:
+            name = type(self.target).__name__
+            if self.rollback.recurrent is None:
+                raise ValueError(
+                    f"with `output_attentions`, {name} reads several tokens in another way than one by one (its logits are "
+                    f"{apart:.1%} off), so a DFlash drafter cannot be used with it. Leave `output_attentions` unset, or call "
+                    "`generate` without `assistant_model`."
+                )
             raise ValueError(
-                f"the recurrent layers of {type(self.target).__name__} do not go on from their state in a pass of several "
+                f"the recurrent layers of {name} do not go on from their state in a pass of several "
                 f"tokens (its logits are {apart:.1%} off those of a single token), so a DFlash drafter cannot be used with it."
             )
         _RERUNS[self.target] = reruns

@@ -105,6 +105,8 @@ def test_a_boundary_is_met_by_position_not_by_length(family, overrides):
 )
 def test_a_finished_sequence_still_counts_for_the_boundary(family, overrides, longest, kind, drafts_of):
     """In lockstep the longest sequence is fed on after its end: across the boundary, and to the end of a position table."""
+    if family == "phi3" and transformers.__version__ < "5.24":
+        pytest.skip("this transformers drops Phi-3's cache at the boundary, which is refused")
     target, drafter = tiny_family(family, **overrides)
     reset = torch.tensor([[5]])  # see above
     ids = torch.cat([prompt_of(longest, 3), prompt_of(longest, 8)])

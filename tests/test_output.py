@@ -94,3 +94,21 @@ def test_every_field_is_plains(family, kind, drafts_of):
     assert {"random": accepted < drafted / 4, "half-right": 0 < accepted < drafted, "oracle": accepted > drafted / 2}[
         kind
     ]
+
+
+@pytest.mark.parametrize("returned", (False, True))
+def test_a_target_without_a_causal_mask_where_attentions_are_asked_for(returned):
+    """Falcon, whether they are returned or not: the text of plain `generate` is another one then."""
+    target, drafter = tiny_family("falcon")
+    kwargs = {"max_new_tokens": NEW, "do_sample": False, "output_attentions": True, "return_dict_in_generate": returned}
+    with pytest.raises(
+        ValueError, match="with `output_attentions`, FalconForCausalLM reads several tokens in another way"
+    ):
+        target.generate(prompt_of(6), **kwargs, assistant_model=drafter)
+    plain, mine = (
+        target.generate(prompt_of(6), **kwargs, **assistant)
+        for assistant in ({}, {"assistant_model": drafter, "num_assistant_tokens": 0})
+    )
+    assert torch.equal(mine.sequences, plain.sequences) if returned else torch.equal(mine, plain)
+    if returned:
+        assert_equal(mine.attentions, plain.attentions, "attentions")
