@@ -35,7 +35,9 @@ def tapped(hidden_states: tuple, target: PreTrainedModel, target_layer_ids: list
             "are the tapped ones; a DFlash drafter cannot be used with it."
         )
     states = [hidden_states[i + offset] for i in target_layer_ids]
-    if any(state is None for state in states):
+    # A target that heeds the list has a place for every index of it, unless it skips a layer: then they mean other layers.
+    shifted = any(state is None for state in hidden_states) and offset != COUNTS_EMBEDDING
+    if shifted or any(state is None for state in states):
         raise ValueError(
             f"{type(target).__name__} did not run all of the layers {target_layer_ids} (it may skip some for this input), so a "
             "DFlash drafter cannot be used with it."

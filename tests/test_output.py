@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import DRAFTERS, prompt_of
-from dflash_hub.target_model import CACHE
+from dflash_hub.target_model import CACHE, COUNTS_EMBEDDING
 from families import tiny_family
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
@@ -112,3 +112,12 @@ def test_a_target_without_a_causal_mask_where_attentions_are_asked_for(returned)
     assert torch.equal(mine.sequences, plain.sequences) if returned else torch.equal(mine, plain)
     if returned:
         assert_equal(mine.attentions, plain.attentions, "attentions")
+
+
+@pytest.mark.skipif(not COUNTS_EMBEDDING, reason="this transformers takes no choice of hidden states in `generate`")
+def test_a_target_that_skips_a_layer_is_refused_whatever_states_are_chosen():
+    """Mllama's cross attention has no image here; the chosen states stand where those of the target layers would."""
+    target, drafter = tiny_family("mllama")
+    for chosen in ({}, {"output_hidden_states": [1, -2], "return_dict_in_generate": True}):
+        with pytest.raises(ValueError, match="MllamaForCausalLM did not run all of the layers"):
+            target.generate(prompt_of(6), max_new_tokens=4, do_sample=False, assistant_model=drafter, **chosen)
