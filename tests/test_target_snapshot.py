@@ -92,7 +92,7 @@ class Turns:
             text = greedy(self.target, self.ids, max_new_tokens=4, **{CACHE: cache})
             self.ids = torch.cat([text, prompt_of(3, seed=4).expand(rows, -1)], dim=1)
         self.cache = cache if first_turn else None
-        self.text = greedy(self.target, self.ids, **self.kwargs)
+        self.text = greedy(self.target, self.ids, **self.kwargs, **{CACHE: self.start()})
         drafts_of("half-right", self.text)
 
     def start(self):
@@ -116,7 +116,7 @@ class Turns:
         if held not in self.expected:
             plain = self.start()
             if held >= length:
-                greedy(self.target, self.ids, max_new_tokens=held - length + 1, **{CACHE: plain})
+                greedy(self.target, self.ids, **self.kwargs | {"max_new_tokens": held - length + 1, CACHE: plain})
             assert plain.get_seq_length() == held
             self.expected[held] = greedy(self.target, turn, max_new_tokens=4, **{CACHE: plain})
         return torch.equal(
