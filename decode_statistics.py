@@ -16,7 +16,7 @@ class Speculation:
         drafter_passes: passes of the drafter.
         prefix_passes: of the target, over a prefix that came in a cache without the drafter's context.
         replay_passes: of the target, over accepted tokens once more, where a recurrent state had no other way back.
-        check_passes: of the target, whether its recurrent layers go on from their state over several tokens.
+        check_passes: of the target, whether it reads several tokens as it reads them one by one; in the first call of a kind.
         processor_passes: of the target, made by logits processors (guidance), and not among `target_passes`.
     """
 

@@ -13,7 +13,7 @@ import inspect
 import threading
 import weakref
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
@@ -42,6 +42,17 @@ from .decode_statistics import Speculation
 from .drafter_candidates import DFlashCandidateGenerator, Features, keep_context, take_context
 from .hub_files import nonfinite, nonfinite_sentence
 from .target_cache import CacheRollback, cached_length, refuse_unknown
+from .target_check import (
+    PassCheck,
+    check_block,
+    check_fed,
+    check_grown,
+    check_read,
+    checks_of,
+    difference,
+    is_same,
+    num_fed,
+)
 from .target_model import (
     CACHE,
     PassLimits,
@@ -308,6 +319,8 @@ class Decoding:
         else:
             outputs = self._with_cache(self.target._prefill(ids, self.call.config, kwargs))
             self.speculation.target_passes += 1
+            embeds = kwargs.get("inputs_embeds")
+            check_grown(self.target, outputs[CACHE], new if embeds is None else embeds.shape[1] - past, past)
             self._take_features(outputs, kwargs.get("attention_mask"))
         if self.record.wants_states:
             taps = tap_request(self.candidates.target_layer_ids) if self.drafting else []
@@ -320,6 +333,7 @@ class Decoding:
         held = cached_length(self.cache) or past + new
         self.inputs = RoundInputs(kwargs, self.rows, ids.shape[1], held, self.device)
         self.rollback = CacheRollback(self.cache, self.target)
+        self.check = self._check_target(logits)
         self._decide_how_rows_advance()
         self.before = None  # from here on the caller's cache holds the prompt
         with self.ranks.alone():
@@ -365,8 +379,10 @@ class Decoding:
             ahead = inputs.ahead(chunk.shape[1], cache)
             model_inputs = self.target.prepare_inputs_for_generation(chunk, is_first_iteration=True, **ahead)
             model_inputs |= features_of_images
+            check_fed(self.target, model_inputs, chunk.shape[1], cache, inputs.columns)
             outputs = self._with_cache(self.target(**model_inputs, return_dict=True))
             cache = outputs[CACHE]
+            check_grown(self.target, cache, chunk.shape[1], inputs.columns)
             self.speculation.target_passes += 1
             self._take_features(outputs, ahead.get("attention_mask"))
             inputs.commit([chunk.shape[1]] * self.rows)
@@ -406,23 +422,22 @@ class Decoding:
             self.speculation.target_passes += 1
             self.speculation.prefix_passes += 1
 
+    def _can_be_apart(self) -> bool:
+        """Whether the target and its cache have a way for sequences of different counts, as far as their kinds say."""
+        takes_mask = "attention_mask" in inspect.signature(self.target.forward).parameters
+        return self.rows > 1 and self.rollback.moves_rows and takes_mask and not self.limits.by_length
+
     def _decide_how_rows_advance(self):
-        call, target = self.call, self.target
-        reruns = True
-        if self.drafting and (self.rollback.recurrent is not None or self._with_attentions):
-            reruns = self._goes_on_from_its_state()
-        takes_mask = "attention_mask" in inspect.signature(target.forward).parameters
+        call = self.call
         self.apart = (
-            self.rows > 1
-            and self.drafting  # else all rows advance by one token
+            self._can_be_apart()
             and not call.keeps_cache  # it is handed back as plain `generate` leaves it
             and call.streamer is None
             and separable(call.processors)
             and self.stop.by_row
-            and self.rollback.moves_rows
-            and reruns
-            and takes_mask
-            and not self.limits.by_length
+            and self.check is not None
+            and self.check.can_rerun
+            and self.check.ragged
         )
         if self.apart:
             self.inputs.set_apart()
@@ -441,48 +456,90 @@ class Decoding:
         """Whether forward passes are asked for attentions, returned or not: the target may take another path then."""
         return bool(self.call.model_kwargs.get("output_attentions"))
 
-    def _goes_on_from_its_state(self) -> bool:
-        """Check that a pass of several tokens goes on from what the cache holds as a pass of one does.
+    def _check_target(self, logits: torch.Tensor) -> PassCheck | None:
+        """Check that this target reads several tokens as it reads them one by one, before the first token of the text.
 
-        Recurrent layers may not, and Falcon has no causal mask where it is asked for attentions. A target's recurrent layers are
-        checked once.
+        The inputs of a forward pass are looked at in every call, its logits once a target.
+
+        Args:
+            logits: (B, 1, V) of the first token.
 
         Returns:
-            Whether recurrent layers can run again by themselves.
+            What was seen; None where this call leaves no room for a draft.
 
         Raises:
-            ValueError: they do not go on from their state, or tokens see those behind them.
+            ValueError: the target counts in another way, or its logits differ.
         """
-        if self.target in _RERUNS and not self._with_attentions:
-            return _RERUNS[self.target]
-        position = max(self.inputs.position(self.prompt.shape[1], row) for row in range(self.rows)) + 1
-        if self.limits.most_drafts(position, 1) < 1 or self.rollback.most_drafts(1) < 1:
+        most, length = self.candidates.num_draft_tokens, self.text.lengths[0]
+        left = self.stop.budget - length - 2  # the first token, and the target's own one behind the drafts
+        most_drafts = self._room(self._longest_position() + 1, min(most, max(left, 0)))
+        if most_drafts < (most if self.rollback.fixed_lengths else 1):
+            return None
+        count = most_drafts + 1
+        first = logits[:, -1, : self.candidates.vocab_rows].argmax(-1, keepdim=True)
+        last = self.prompt[:, -1:] if self.prompt.shape[1] else first
+        text = torch.cat([self.prompt, first.to(self.device), last.expand(-1, most_drafts)], dim=1)
+        text = self.ranks.share(text)
+        checks, can_be_apart = checks_of(self.target), self._can_be_apart()
+        attention = (self._with_attentions, self.target.config._attn_implementation)
+        kind = (self.rows > 1, can_be_apart, *attention)
+        if kind not in checks:
+            before = self.speculation.target_passes
+            checks[kind] = self._compare_passes(text, count, can_be_apart)
+            self.speculation.check_passes += self.speculation.target_passes - before
+        else:
+            check_fed(self.target, self._model_inputs(text, count), count, self.cache, self.inputs.columns)
+        # Code that looks at the whole text to know what to feed has it in lockstep only.
+        if checks[kind].ragged and num_fed(self._model_inputs(text[:, -count:], count)) != count:
+            return replace(checks[kind], ragged=False)
+        return checks[kind]
+
+    def _compare_passes(self, text: torch.LongTensor, count: int, can_be_apart: bool) -> PassCheck:
+        """Read the last `count` tokens of `text` (B, length) together, and the first two of them one by one.
+
+        Where sequences can be apart, the first one is read once more after every other sequence has moved.
+        """
+        rollback, inputs, start = self.rollback, self.inputs, text.shape[1] - count
+        with rollback.verifying():
+            outputs = self._read(text, count)
+            block = outputs.logits[:, :2].clone()
+            dtype = next(state.dtype for state in outputs.hidden_states if state is not None)
+            del outputs
+            can_rerun = rollback.recurrent is None or rollback.recurrent.can_rerun
+            if can_be_apart:
+                moved = torch.tensor([count * (row % 2) for row in range(self.rows)])
+                rollback.move(moved)
+                self.inputs = inputs.moved(moved.tolist(), count)
+                again = self._read(text[:, start : start + 1], 1).logits
+                self.inputs = inputs
+                rollback.move(count + 1 - moved, back=True)
+        if not can_be_apart:
+            rollback.commit(count, [0] * self.rows)
+        with rollback.verifying():
+            singles = [self._read(text[:, : start + 1], 1).logits]
+            inputs.columns += 1
+            singles.append(self._read(text[:, : start + 2], 1).logits)
+            inputs.columns -= 1
+        rollback.commit(2, [0] * self.rows)
+        with self.ranks.alone():
+            recurrent = rollback.recurrent is not None
+            check_block(self.target, block, torch.cat(singles, dim=1), dtype, recurrent, self._with_attentions)
+        ragged = can_be_apart and is_same(again[1::2], singles[0][1::2], block[1::2, :1], dtype)
+        if (
+            ragged and torch.finfo(dtype).bits < 32
+        ):  # its rounding could hide that the target counts the cache's columns
+            ragged = self._heeds_positions(text[:, : start + 1], singles[0], block[:, :1])
+        (ragged,) = self.ranks.agree([int(ragged)])  # each rank has rounded in its own way
+        return PassCheck(can_rerun, bool(ragged))
+
+    def _heeds_positions(self, text: torch.LongTensor, single: torch.Tensor, block: torch.Tensor) -> bool:
+        """Whether the last token of `text` (B, length) has other logits at position 0; its own are given, read in two ways."""
+        if "position_ids" not in self.inputs.grown:
             return False
-        last = self.prompt[:, -1:] if self.prompt.shape[1] else self.prompt.new_zeros(self.rows, 1)
-        logits = []
-        for tokens in (last.expand(-1, 2), last):
-            outputs = self._pass(tokens, tokens.shape[1])
-            logits.append(outputs.logits[:, -tokens.shape[1]].float())
-            self.rollback.commit(tokens.shape[1], [0] * self.rows)
-            if tokens.shape[1] == 2:
-                reruns = self.rollback.recurrent is None or self.rollback.recurrent.can_rerun
-            self.speculation.check_passes += 1
-        block, single = logits
-        apart = (block - single).norm() / (single - single.mean(-1, keepdim=True)).norm()
-        if not apart < 2 * torch.finfo(self.target.dtype).eps ** 0.5:
-            name = type(self.target).__name__
-            if self.rollback.recurrent is None:
-                raise ValueError(
-                    f"with `output_attentions`, {name} reads several tokens in another way than one by one (its logits are "
-                    f"{apart:.1%} off), so a DFlash drafter cannot be used with it. Leave `output_attentions` unset, or call "
-                    "`generate` without `assistant_model`."
-                )
-            raise ValueError(
-                f"the recurrent layers of {name} do not go on from their state in a pass of several "
-                f"tokens (its logits are {apart:.1%} off those of a single token), so a DFlash drafter cannot be used with it."
-            )
-        _RERUNS[self.target] = reruns
-        return reruns
+        with self.rollback.verifying():
+            elsewhere = self._read(text, 1, at_start=True).logits
+        self.rollback.commit(1, [0] * self.rows)
+        return difference(elsewhere, single) > 4 * difference(block, single)
 
     # ---- a round
 
@@ -491,7 +548,7 @@ class Decoding:
         text, most = self.text, self.candidates.num_draft_tokens if self.drafting else 0
         running = [row for row in range(self.rows) if not self.stop.resting(row)]
         left = self.stop.budget - min(text.lengths[row] for row in running) - 1  # the target itself adds one
-        room = self.rollback.most_drafts(self.limits.most_drafts(self._longest_position(), min(most, max(left, 0))))
+        room = self._room(self._longest_position(), min(most, max(left, 0)))
         schedule = self.call.schedule
         wanted = most if schedule is None else schedule.next(len(running), self.inputs.columns)
         (wanted,) = self.ranks.agree([wanted])  # each rank has a clock of its own
@@ -509,6 +566,13 @@ class Decoding:
         """
         fed = [row for row in range(self.rows) if not (self.apart and self.stop.resting(row))]
         return max(self.inputs.position(self.text.lengths[row], row) for row in fed)
+
+    def _room(self, position: int, wanted: int) -> int:
+        """How many of `wanted` draft tokens the target and its cache have room for behind an anchor at `position`."""
+        positions = [position]
+        if "position_ids" not in self.inputs.grown:  # it counts by the mask, or by the cache's columns
+            positions.append(self.inputs.columns)
+        return self.rollback.most_drafts(min(self.limits.most_drafts(place, wanted) for place in positions))
 
     def draft(self, count: int) -> torch.LongTensor:
         """Draft tokens (B, count), in the text's buffer as well; `NO_DRAFT` where the drafter's logits are not finite."""
@@ -544,32 +608,41 @@ class Decoding:
             self.rollback.close()
             self.cache, self.before = outputs[CACHE], None
             self.rollback = CacheRollback(self.cache, self.target)
-            if self.cache.get_seq_length() != self.inputs.columns + num_draft + 1:
-                raise ValueError(
-                    f"{type(self.target).__name__} dropped its cache in the middle of a text and did not read the text again, "
-                    "as older transformers do at the boundary of LongRoPE; upgrade transformers, or keep texts shorter."
-                )
         self.verified, self.reached = (count, min(self.text.lengths)), 1
         return outputs
 
     def _pass(self, ids: torch.LongTensor, count: int):
         """A pass over the last `count` tokens of `ids`; the whole text where rows advance together, as Phi-3 looks at it."""
         self._guard_cache()
-        resting = [row for row in range(self.rows) if self.apart and self.stop.resting(row)]
-        ahead = self.inputs.ahead(count, self.cache, resting)
-        model_inputs = self.target.prepare_inputs_for_generation(
-            ids, next_sequence_length=count, is_first_iteration=False, **ahead
-        )
-        if "logits_to_keep" in model_inputs:
-            model_inputs["logits_to_keep"] = count
+        with self.rollback.verifying():
+            return self._read(ids, count)
+
+    def _read(self, ids: torch.LongTensor, count: int, at_start: bool = False):
+        """Run the target over the last `count` tokens of `ids`; `at_start` as if they stood at position 0."""
+        held, model_inputs = self.inputs.columns, self._model_inputs(ids, count, at_start)
+        check_fed(self.target, model_inputs, count, self.cache, held)
         if model_inputs.get(CACHE) is None:
             # Phi-3 starts a new cache at the boundary of its RoPE, with drafts in its first pass: sliding layers must keep
             # what those push out of the window, as only a cache that exists before the pass can be told.
             model_inputs[CACHE] = DynamicCache(config=self.target.config.get_text_config(decoder=True))
             model_inputs[CACHE].activate_past_recording()
         self.speculation.target_passes += 1
-        with self.rollback.verifying():
-            return self.target(**model_inputs, return_dict=True)
+        outputs = self.target(**model_inputs, return_dict=True)
+        check_read(self.target, model_inputs, outputs, count, held)
+        return outputs
+
+    def _model_inputs(self, ids: torch.LongTensor, count: int, at_start: bool = False) -> dict:
+        """What the target's forward is given for the last `count` tokens of `ids`."""
+        resting = [row for row in range(self.rows) if self.apart and self.stop.resting(row)]
+        ahead = self.inputs.ahead(count, self.cache, resting)
+        if at_start:
+            ahead["position_ids"] = torch.zeros_like(ahead["position_ids"])
+        model_inputs = self.target.prepare_inputs_for_generation(
+            ids, next_sequence_length=count, is_first_iteration=False, **ahead
+        )
+        if "logits_to_keep" in model_inputs:
+            model_inputs["logits_to_keep"] = count
+        return model_inputs
 
     def accept(self, drafts: torch.LongTensor, logits: torch.Tensor) -> list[int]:
         """Append the target's choices to the text: every draft that equals its choice, and its own next token.
@@ -719,7 +792,7 @@ class Decoding:
         recurrent, most = self.rollback.recurrent, max(added)
         if recurrent is not None and 0 < most < fed and not recurrent.can_rerun:
             if self.apart:
-                del _RERUNS[self.target]
+                checks_of(self.target).clear()
                 raise ValueError(
                     f"the recurrent layers of {type(self.target).__name__} can no longer be seen at work, as they could in an "
                     "earlier call (was it compiled since?), and rows advance by counts of their own here. Call `generate` again: "
@@ -798,7 +871,3 @@ class Decoding:
             ids = torch.cat([self.prefix, ids], dim=1)
         if not all(self.cache.is_linear) and self.unread:
             keep_context(self.cache, self.candidates, ids.clone(), self.unread)
-
-
-# Targets whose recurrent layers were seen to go on from their state, and whether these can run again by themselves.
-_RERUNS: "weakref.WeakKeyDictionary[PreTrainedModel, bool]" = weakref.WeakKeyDictionary()

@@ -125,6 +125,21 @@ class CacheRollback:
         if self.recurrent is not None:
             self.recurrent.commit(fed, added)
 
+    def move(self, behind: torch.Tensor, back: bool = False):
+        """Move row r right by `behind[r]` columns, dropping as many of its last tokens; `back` to where a pass began.
+
+        Nothing is lost on the left, so what was moved in the middle of `verifying` can be put back.
+        """
+        for layer in self.cache.layers:
+            move_right(layer, behind, 0, conv=self.recurrent is None)
+        if back:
+            self.trim(int(behind.max()))
+            for part in self.parts:
+                part.commit(0, 0)
+        if self.recurrent is not None:
+            fed = int(behind.max())
+            self.recurrent.commit(fed, [0] * len(behind) if back else (fed - behind).tolist())
+
     def trim(self, count: int):
         """Drop `count` columns on the left, padding in every row."""
         for layer in self.cache.layers:

@@ -1,5 +1,7 @@
 """What is taken from a target, and what its passes need, whatever its family and the version of transformers."""
 
+import copy
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -182,6 +184,15 @@ class RoundInputs:
             self.grown["attention_mask"] = torch.ones(self.rows, self.columns, dtype=torch.long, device=self.device)
         for name, values in self.grown.items():
             self.grown[name] = values.expand(*values.shape[:-2], self.rows, values.shape[-1])
+
+    def moved(self, behind: list[int], fed: int) -> "RoundInputs":
+        """These inputs after a pass of `fed` tokens of which row r kept `fed - behind[r]`; its own stay as they are."""
+        other = copy.copy(self)
+        other.grown, other.padding = dict(self.grown), [0] * self.rows
+        other.set_apart()
+        other.ahead(fed, None)  # fills the buffers up to the pass's end
+        other.commit([fed - count for count in behind])
+        return other
 
     def position(self, length: int, row: int) -> int:
         """Position of the last of `length` tokens of a row."""

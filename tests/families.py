@@ -1,13 +1,15 @@
 """Tiny random targets of every family that transformers has a causal language model for, and a trial of each.
 
 python tests/families.py docs/families.md            # all families: writes the table
-python tests/families.py docs/families.md llama ...   # some of them, printed only
+python tests/families.py docs/families.md llama ...   # some of them: writes their rows anew
 """
 
 import re
 import signal
 import sys
 import warnings
+from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import dflash_hub
@@ -21,6 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB, LAYERS = 97, 6
+VERDICTS = ("exact", "lockstep", "refused", "wrong", "not tried")
 TAPS = [1, 2, 3]
 ROOT = Path(dflash_hub.__file__).resolve().parent
 
@@ -64,6 +67,7 @@ OWN = {
         "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 3,
         "activation_sparsity_pattern": [0.0] * 6, "intermediate_size": [64] * 6,
     },
+    "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4},
     "mamba2": {"expand": 2, "head_dim": 16, "n_groups": 1, "chunk_size": 8},
     "nemotron_h": {"n_groups": 1, "chunk_size": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 3},
@@ -160,54 +164,112 @@ def drafting(kind: str, text: torch.Tensor | None, run_drafter):
     return draft_logits
 
 
-def equal_texts(target, drafter, new_tokens=24, tokens_to_avoid=0, before=lambda: None, eos_token_id=None, **inputs):
-    """None where random, half-right and oracle drafts all give plain greedy text with the right counts; else what is wrong."""
-    inputs = inputs or {"input_ids": torch.randint(3, VOCAB - 1, (1, 12), generator=torch.Generator().manual_seed(2))}
+@contextmanager
+def drafts(kind: str, text: torch.Tensor):
+    """Make every drafter propose a known text; see `drafting`."""
+    run_drafter = DFlashCandidateGenerator.draft_logits
+    DFlashCandidateGenerator.draft_logits = drafting(kind, text, run_drafter)
+    try:
+        yield
+    finally:
+        DFlashCandidateGenerator.draft_logits = run_drafter
+
+
+def equal_texts(
+    target, drafter, new_tokens=24, tokens_to_avoid=0, before=lambda: None, eos_token_id=None, seen=None, **inputs
+):
+    """None where random, half-right and oracle drafts all give plain greedy text with the right counts; else what is wrong.
+
+    Args:
+        seen: a dictionary that gets the statistics of each kind's call.
+        inputs: of one sequence or a batch, and further arguments of `generate`.
+    """
+    inputs = inputs or ONE
     kwargs = {"do_sample": False, "max_new_tokens": new_tokens, "eos_token_id": eos_token_id}
     if tokens_to_avoid:  # placeholder tokens of other modalities
         kwargs["suppress_tokens"] = list(range(VOCAB - tokens_to_avoid, VOCAB))
     before()
-    plain = target.generate(**inputs, **kwargs)
-    run_drafter = DFlashCandidateGenerator.draft_logits
+    plain = _sequences(target.generate(**inputs, **kwargs))
     for kind in ("random", "half-right", "oracle"):
-        DFlashCandidateGenerator.draft_logits = drafting(kind, plain, run_drafter)
-        try:
+        with drafts(kind, plain):
             before()
-            text = target.generate(**inputs, **kwargs, assistant_model=drafter)
-        finally:
-            DFlashCandidateGenerator.draft_logits = run_drafter
+            text = _sequences(target.generate(**inputs, **kwargs, assistant_model=drafter))
         speculation = drafter.last_speculation
+        if seen is not None:
+            seen[kind] = speculation
         if not torch.equal(text, plain):
             return f"another text with a {kind} drafter"
         rounds = slice(None, -1 if eos_token_id else None)  # an end token may cut the last one
-        if kind == "oracle" and speculation.accepted[0][rounds] != speculation.drafted[0][rounds]:
+        if kind == "oracle" and [a[rounds] for a in speculation.accepted] != [d[rounds] for d in speculation.drafted]:
             return "an oracle's drafts were rejected"
         if kind != "random" and speculation.num_drafted > 8 and not speculation.num_accepted:
             return f"no draft of a {kind} drafter was accepted"
     return None
 
 
-def trial(model_type: str) -> tuple[str, str]:
-    """(verdict, note): exact; refused, with our sentence; wrong; or not tried, where no tiny target could be made."""
-    signal.alarm(120)  # a family that hangs is not tried
+def _sequences(output) -> torch.LongTensor:
+    return output if isinstance(output, torch.Tensor) else output.sequences
+
+
+def padded_batch() -> dict:
+    """Three prompts of different lengths, padded on the left."""
+    mask = (torch.arange(12) >= torch.tensor([0, 5, 2])[:, None]).long()
+    ids = torch.randint(3, VOCAB - 1, (3, 12), generator=torch.Generator().manual_seed(3))
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+ONE = {"input_ids": torch.randint(3, VOCAB - 1, (1, 12), generator=torch.Generator().manual_seed(2))}
+
+
+def trial(model_type: str) -> tuple[str, str, str, str]:
+    """Verdicts on one sequence, on a batch in lockstep and on a ragged batch, and a note.
+
+    Exact; refused, with our sentence; wrong; or not tried, where no tiny target could be made or plain `generate` is no
+    reference. A ragged batch can also be in lockstep: exact, but its sequences advance by the same counts all the same.
+    """
+    signal.setitimer(signal.ITIMER_PROF, 400)  # seconds of the processor: a family that hangs is not tried
     try:
         torch.manual_seed(0)
         target, drafter = tiny_family(model_type)
-        ids = torch.randint(3, VOCAB - 1, (1, 12), generator=torch.Generator().manual_seed(2))
-        plain = target.generate(ids, max_new_tokens=24, do_sample=False)
+        target.generate(**ONE, max_new_tokens=4, do_sample=False)
     except Exception as error:  # a family whose tiny target needs care of its own; the table says so
-        return ("refused" if _ours(error) else "not tried"), _note(error)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        return (*["refused" if _ours(error) else "not tried"] * 3, _note(error))
     try:
-        fault = equal_texts(target, drafter)
-    except Exception as error:
-        return ("refused" if _ours(error) else "wrong"), _note(error)
+        one = together = apart = _verdict(target, drafter, 16, **ONE)
+        if one[0] == "exact":  # what one sequence does not get, a batch does not
+            # A returned cache is plain's, which keeps the sequences together.
+            together = _verdict(target, drafter, 12, **padded_batch(), return_dict_in_generate=True)
+            apart = _verdict(target, drafter, 12, **padded_batch())
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    verdicts, notes = zip(one, ("exact", together[1]) if together[0] == "lockstep" else together, apart)
+    return (*verdicts, "; ".join(dict.fromkeys(filter(None, notes))))
+
+
+def _verdict(target, drafter, new_tokens: int, **inputs) -> tuple[str, str]:
+    """A verdict on one sequence or a batch, and a note."""
+    kwargs = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None, **inputs}
+    seen = {}
+    try:
+        fault = equal_texts(target, drafter, new_tokens, seen=seen, **inputs)
+    except Exception as error:
+        if _ours(error):
+            return "refused", _note(error)
+        try:
+            target.generate(**kwargs)
+        except Exception as plains:
+            return "not tried", f"plain generate itself raises {_note(plains)}"
+        return "wrong", _note(error)
     if fault:
-        uncached = target.generate(ids, max_new_tokens=24, do_sample=False, use_cache=False)
+        plain, uncached = (_sequences(target.generate(**kwargs, use_cache=cached)) for cached in (True, False))
         if not torch.equal(uncached, plain):
             return "not tried", "plain generate itself writes another text without its cache, so no pass can be trusted"
-    return ("wrong", fault) if fault else ("exact", "")
+        return "wrong", fault
+    # Half-right drafts are right at another place in every sequence.
+    lengths = {tuple(lengths) for lengths in seen["half-right"].acceptance_lengths}
+    several = len(inputs["input_ids"]) > 1
+    return ("lockstep" if several and len(lengths) == 1 else "exact"), ""
 
 
 def _ours(error: Exception) -> bool:
@@ -215,7 +277,7 @@ def _ours(error: Exception) -> bool:
     frame = error.__traceback__
     while frame.tb_next:
         frame = frame.tb_next
-    path = Path(frame.tb_frame.f_code.co_filename)
+    path = Path(frame.tb_frame.f_code.co_filename).resolve()
     return isinstance(error, ValueError) and (path.parent == ROOT or path.parent.name == "convert")
 
 
@@ -225,34 +287,45 @@ def _note(error: Exception) -> str:
 
 
 def _too_long(*args):
-    raise TimeoutError("took more than two minutes")
+    raise TimeoutError("took more than 400 seconds of the processor")
+
+
+def rows_of(path: str | Path) -> list[tuple[str, str, str, str, str]]:
+    """(family, verdicts on one sequence, a batch in lockstep and a ragged batch, note) of each row of a table."""
+    one = "(" + "|".join(VERDICTS) + ")"
+    row = rf"^\| ([\w.-]+) \| {one} \| {one} \| {one} \| (.*) \|$"
+    return re.findall(row, Path(path).read_text(encoding="utf-8"), re.M)
 
 
 def main():
-    signal.signal(signal.SIGALRM, _too_long)
+    signal.signal(signal.SIGPROF, _too_long)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     path, *families = sys.argv[1:]
-    rows = []
+    rows = {name: (*verdicts, note) for name, *verdicts, note in rows_of(path)} if families else {}
     for model_type in families or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        verdict, note = trial(model_type)
-        rows.append((model_type, verdict, note))
-        print(f"{model_type:28} {verdict:10} {note}", flush=True)
-    if families:
-        return
-    counts = {verdict: sum(row[1] == verdict for row in rows) for verdict in ("exact", "refused", "wrong", "not tried")}
+        rows[model_type] = trial(model_type)
+        print("{:28} {:10} {:10} {:10} {}".format(model_type, *rows[model_type]), flush=True)
+    rows = [(name, *row) for name, row in sorted(rows.items())]
+    counts = []
+    for column, what in ((1, "one sequence"), (2, "a batch in lockstep"), (3, "a ragged batch")):
+        found = Counter(row[column] for row in rows)
+        counts.append(f"{what}: " + ", ".join(f"{found[verdict]} {verdict}" for verdict in VERDICTS if found[verdict]))
     lines = [
         "# Targets by family",
         "",
         "Every family of transformers' causal language models, as a tiny random target in float32: greedy text with a random, "
-        "a half-right and an oracle drafter against plain `generate`, and accepted counts.",
+        "a half-right and an oracle drafter against plain `generate`, and accepted counts. Tried with one sequence, and with "
+        "three prompts of different lengths, padded on the left: in lockstep, where all advance by the same count, and ragged, "
+        "where each advances by its own. *lockstep* in the last column: such a batch is exact too, and its sequences advance "
+        "together, because the target was seen to count positions by the columns of its cache, or its cache cannot be moved.",
         "",
-        f"`python tests/families.py docs/families.md`, transformers {transformers.__version__}, torch {torch.__version__}, "
-        f"CPU: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}.",
+        f"`python tests/families.py docs/families.md`, transformers {transformers.__version__}, torch {torch.__version__}, CPU. "
+        f"{'; '.join(counts)}.",
         "",
-        "| family | verdict | why |",
-        "|---|---|---|",
-        *(f"| {name} | {verdict} | {note.replace('|', '/')} |" for name, verdict, note in rows),
+        "| family | one sequence | batch in lockstep | ragged batch | why |",
+        "|---|---|---|---|---|",
+        *("| " + " | ".join((*row[:4], row[4].replace("|", "/"))) + " |" for row in rows),
     ]
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 

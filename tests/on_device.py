@@ -159,6 +159,7 @@ def test_a_round_waits_for_the_device_once(gpu, rows, sample):
     """Real waits, of target and drafter as well: what 28 further tokens cost is one read a round."""
     target, drafter, inputs = tiny_target("llama").to("virtual"), tiny_drafter().to("virtual"), left_padded("virtual")
     inputs = inputs if rows == 2 else {"input_ids": prompt_of(12).to("virtual")}
+    target.generate(**inputs, assistant_model=drafter, max_new_tokens=5)  # checks the target, once
     reads, rounds = [], []
     for new in (12, 40):
         gpu.reads.clear()

@@ -104,7 +104,7 @@ def test_a_prefix_that_was_read_without_the_drafter(read_prefix, kind, drafts_of
     assert torch.equal(text, cold)
     speculation = drafter.last_speculation
     assert speculation.prefix_passes == read_prefix
-    assert speculation.target_passes == 1 + read_prefix + len(speculation.drafted[0])
+    assert speculation.target_passes == 1 + read_prefix + len(speculation.drafted[0])  # checked by the call before
     if read_prefix or kind != "random":
         assert speculation.accepted == counts
 

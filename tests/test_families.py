@@ -1,6 +1,5 @@
 """Targets of every kind: the text is plain's, with random, half-right and oracle drafters, and accepted counts fit."""
 
-import re
 import threading
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 import transformers
 from conftest import DRAFTERS, ROOT, prompt_of, tiny_drafter, tiny_target
 from dflash_hub.target_model import CACHE
-from families import VOCAB, drafter_for, equal_texts, tiny_family, trial
+from families import VOCAB, drafter_for, equal_texts, rows_of, tiny_family, trial
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 LLAMA31 = {
@@ -185,6 +184,23 @@ def test_a_vision_language_target(image):
         assert not torch.equal(plain, target.generate(**inputs, max_new_tokens=24, do_sample=False))
 
 
+@pytest.mark.parametrize("image", (False, True))
+def test_a_vision_language_target_in_a_batch(image):
+    """Sequences of different lengths, each with positions of its own, advance by different counts."""
+    target, drafter = tiny_qwen_vl()
+    rows = [prompt_of(length, seed=length) % 87 + 3 for length in (12, 7, 10)]
+    inputs = [image_inputs(ids) if image else {"input_ids": ids} for ids in rows]
+    longest = max(row["input_ids"].shape[1] for row in inputs)
+    for row in inputs:
+        for name in {"input_ids", "mm_token_type_ids"} & row.keys():
+            row[name] = torch.nn.functional.pad(row[name], (longest - row[name].shape[1], 0))
+    inputs = {name: torch.cat([row[name] for row in inputs]) for name in inputs[0]}
+    inputs["attention_mask"] = (inputs["input_ids"] != 0).long()
+    seen = {}
+    assert equal_texts(target, drafter, 16, tokens_to_avoid=6, seen=seen, **inputs) is None
+    assert len({tuple(lengths) for lengths in seen["half-right"].acceptance_lengths}) > 1
+
+
 def image_inputs(ids: torch.Tensor) -> dict:
     """A prompt with an image of 8 x 8 patches, merged two by two, after its third token."""
     ids = torch.cat([ids[:, :3], torch.tensor([[93] + [95] * 16 + [92]]), ids[:, 3:]], dim=1)
@@ -231,16 +247,14 @@ def test_a_chat_turn_after_an_image_that_was_read_without_the_drafter(drafts_of)
 # ------------------------------------------------------------------------------------------------- the table
 
 
-def table() -> dict[str, tuple[str, str]]:
-    rows = re.findall(
-        r"^\| ([\w.-]+) \| (exact|refused|wrong|not tried) \| (.*) \|$", (ROOT / "docs/families.md").read_text(), re.M
-    )
-    return {name: (verdict, note) for name, verdict, note in rows}
+def table() -> dict[str, tuple[str, str, str]]:
+    """By family: the verdicts on one sequence, a batch in lockstep and a ragged batch."""
+    return {name: tuple(verdicts) for name, *verdicts, _ in rows_of(ROOT / "docs/families.md")}
 
 
 def test_the_table_names_every_family_and_none_is_wrong():
     rows = table()
-    assert "wrong" not in {verdict for verdict, _ in rows.values()}
+    assert "wrong" not in {verdict for verdicts in rows.values() for verdict in verdicts}
     known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     if transformers.__version__ in (ROOT / "docs/families.md").read_text():
         assert set(rows) == known
@@ -248,17 +262,16 @@ def test_the_table_names_every_family_and_none_is_wrong():
         assert rows[family.split(" ")[0]][0] == "exact"
 
 
-@pytest.mark.parametrize("family", ("gpt2", "opt", "falcon", "qwen3_next", "mamba", "bert"))
+@pytest.mark.parametrize("family", ("gpt2", "opt", "bloom", "gpt_oss", "qwen3_5", "lfm2", "git", "mamba"))
 def test_the_table_holds(family):
-    """A few rows that the families above do not cover; the whole table is tried by `make test-slow`."""
-    verdict, _ = table()[family]
-    assert trial(family)[0] == verdict
+    """Learned positions, ALiBi, windows, mrope and states, and one that is kept in lockstep; `make test-slow` tries them all."""
+    assert trial(family)[:3] == table()[family]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 def test_every_row_of_the_table(family):
-    assert trial(family)[0] == table()[family][0]
+    assert trial(family)[:3] == table()[family]
 
 
 # ------------------------------------------------------------------------------------------------- furniture

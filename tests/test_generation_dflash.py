@@ -420,7 +420,7 @@ def test_statistics(drafts_of):
     drafts_of("half-right", plain)
     greedy(target, ids, assistant_model=drafter, max_new_tokens=31)
     s = drafter.last_speculation
-    assert s.target_passes == len(s.acceptance_lengths[0]) + 1
+    assert s.target_passes == 1 + s.check_passes + len(s.acceptance_lengths[0]) and s.check_passes == 3
     assert s.drafter_passes == sum(drafted > 0 for drafted in s.drafted[0])
     assert s.tau == 30 / len(s.acceptance_lengths[0])
     assert [a + 1 for a in s.accepted[0]] == s.acceptance_lengths[0]
@@ -549,6 +549,7 @@ class HostReads(TorchFunctionMode):
 def test_a_round_waits_for_the_device_once_and_copies_no_text(kind, drafts_of, monkeypatch):
     """What a call adds for further rounds; the drafter's own work is counted where it is not a stand-in."""
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(400)
+    greedy(target, ids, assistant_model=drafter, max_new_tokens=5)  # checks the target, once
     plain = greedy(target, ids, max_new_tokens=40)
     drafts_of(kind, plain)
     figures = []

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from conftest import DRAFTERS, prompt_of, tiny_drafter, tiny_target
-from dflash_hub import generation_dflash, target_cache
+from dflash_hub import target_cache, target_check
 from dflash_hub.target_model import CACHE
 from families import equal_texts, tiny_family
 from transformers import DynamicCache, LogitsProcessor, StaticCache, StoppingCriteria
@@ -68,10 +68,10 @@ def test_a_replay_pass_where_mixers_cannot_run_again(kind, drafts_of, monkeypatc
 
 def test_a_target_is_checked_once():
     target, drafter = tiny_family("olmo_hybrid")
-    for checks in (2, 0):
+    for checks in (3, 0):
         greedy(target, prompt_of(9), max_new_tokens=6, assistant_model=drafter)
         assert drafter.last_speculation.check_passes == checks
-    assert target in generation_dflash._RERUNS
+    assert [check.can_rerun for check in target_check.checks_of(target).values()] == [True]
 
 
 def test_a_target_that_starts_anew_in_every_block_is_refused_by_name():

@@ -10,8 +10,8 @@ import dflash_hub
 import pytest
 import torch
 from conftest import prompt_of, tiny_drafter, tiny_target
-from dflash_hub.generation_dflash import _RERUNS
 from dflash_hub.target_cache import RecurrentStates
+from dflash_hub.target_check import checks_of
 from dflash_hub.target_model import CACHE
 from dflash_hub.target_snapshot import CacheSnapshot, _LayerSnapshot
 from families import tiny_family
@@ -101,7 +101,7 @@ class Turns:
     def second(self, at: int | None = None):
         """The cache after the second turn, and the lines it ran."""
         cache = self.start()
-        _RERUNS.pop(self.target, None)  # so that the check of a target is interrupted too
+        checks_of(self.target).clear()  # so that the check of a target is interrupted too
         with LineInterrupt(self.target, at) as interrupt:
             try:
                 greedy(self.target, self.ids, assistant_model=self.drafter, **self.kwargs, **{CACHE: cache})
