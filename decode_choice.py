@@ -12,6 +12,10 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
+from .decode_state import TokenBuffer
+
+NO_DRAFT = -1  # in the place of a draft token
+
 # Built-in processors by what they look at. Anything else, subclasses included, may keep state and runs once per
 # emitted token, in order, exactly as in plain `generate`.
 SCORES_ONLY = {
@@ -75,89 +79,111 @@ class GumbelNoise:
         return torch.cat([self.ring[first:], self.ring[: first + count - self.span]])
 
 
-class TargetChoice:
-    """Chooses the tokens of all sequences from raw logits, with the processors that `generate` prepared.
+class Sampler:
+    """Chooses tokens from raw logits, with the processors that `generate` prepared, and proposes with the same noise.
 
     Args:
         processors: in the order of plain `generate`.
+        text: the accepted tokens; each position sees its own prefix of them.
         noises: one a sequence; None for greedy decoding.
-        apart: how many sequences have texts of lengths of their own, and are processed one by one; 0 where all are equal.
+        vocab_size: V of the target's own logits, which some targets cut where their head is padded.
+        ragged: whether sequences have texts of lengths of their own, and are processed one by one.
     """
 
-    def __init__(self, processors: LogitsProcessorList, noises: list[GumbelNoise] | None, apart: int = 0):
-        self.processors = processors
-        self.noises = noises
+    def __init__(
+        self, processors: LogitsProcessorList, text: TokenBuffer, noises: list[GumbelNoise] | None, vocab_size: int, ragged: bool
+    ):  # fmt: skip
+        self.processors, self.text, self.noises, self.vocab_size = processors, text, noises, vocab_size
         self.scores_only = all(type(processor) in SCORES_ONLY for processor in processors)
         usable = LogitsProcessorList(p for p in processors if type(p) in SCORES_ONLY | PREFIX)
         self.stateless = len(usable) == len(processors)
         # Those with state must see emitted tokens only, so they say nothing about a proposal.
-        self.of_drafts = self if self.stateless else TargetChoice(usable, noises)
-        self.by_row = [processors_of_row(processors, row) for row in range(apart)]
+        self.of_drafts = self if self.stateless else Sampler(usable, text, noises, vocab_size, ragged)
+        self.by_sequence = [processors_of_row(processors, row) for row in range(len(text.lengths) * ragged)]
 
-    def choose_block(
-        self, ids: torch.LongTensor, starts: list[int], logits: torch.Tensor, keep_scores: bool = False
-    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
-        """Choose the tokens of the positions from `starts[r]` on, given their logits (B, n, V), for stateless processors.
+    def with_noises(self, noises: list[GumbelNoise] | None) -> "Sampler":
+        """Return this sampler with other noises; None proposes the most likely tokens."""
+        ragged = bool(self.by_sequence)
+        return Sampler(self.processors, self.text, noises, self.vocab_size, ragged)
 
-        Args:
-            ids: (B, at least start + n - 1) the text and its draft tokens: each position sees its own prefix. At positions
-                that will be rejected this does no harm.
+    def propose(self, logits: torch.Tensor) -> torch.LongTensor:
+        """Turn draft logits (B, n, V or more) into draft tokens (B, n), with the target's processors and noise.
+
+        Processors with state are left out. The text cannot depend on a proposal.
 
         Returns:
-            (choices, scores): (B, n), -1 where no token is possible; the processed scores (B, n, V), or None unless
+            Tokens; `NO_DRAFT` where the logits are not finite.
+        """
+        logits = logits[..., : self.vocab_size].to(self.text.ids.device, torch.float32)
+        finite = logits.amax(dim=-1).isfinite()  # -inf is a token that is not possible, but not all are
+        tokens = torch.zeros(logits.shape[:2], dtype=torch.long, device=logits.device)
+        self.text.reserve(logits.shape[1] + 1)
+        for rows, positions, _, choices in self.of_drafts._by_chunk(logits):
+            tokens[rows, positions] = choices.clamp(min=0)
+            if not self.of_drafts.scores_only:  # the next position looks at this one
+                self.text.write_ahead(rows, tokens[rows, positions], positions.start)
+        return tokens.masked_fill_(~finite, NO_DRAFT)
+
+    def choose_block(
+        self, draft: torch.LongTensor, logits: torch.Tensor, keep_scores: bool = False
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """Choose the tokens after the text and after each token of a chain, for stateless processors.
+
+        Args:
+            draft: (B, n) the chain; at positions behind a rejected token the choice does no harm.
+            logits: (B, n + 1, V) of the target.
+
+        Returns:
+            (choices, scores): (B, n + 1), -1 where no token is possible; the processed scores (B, n + 1, V), or None unless
             `keep_scores`.
         """
         choices = torch.empty(logits.shape[:2], dtype=torch.long, device=logits.device)
         scores = torch.empty_like(logits) if keep_scores else None
-        for rows, positions, chunk_scores, chunk_choices in self._by_chunk(ids, starts, logits):
+        if not self.scores_only:
+            for rows, _ in self._chunks_of_rows():
+                self.text.write_ahead(rows, draft[rows])
+        for rows, positions, chunk_scores, chunk_choices in self._by_chunk(logits):
             choices[rows, positions] = chunk_choices
             if keep_scores:
                 scores[rows, positions] = chunk_scores
         return choices, scores
 
-    def propose(self, ids: torch.LongTensor, starts: list[int], logits: torch.Tensor) -> torch.LongTensor:
-        """Draft tokens (B, n) of draft logits (B, n, V), by the same processors and noise, written to `ids` as well.
+    def choose_next(self, logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
+        """Choose the token after the text from logits (B, V), with processors of any kind, which see it once: ((B), scores (B, V))."""
+        scores = self.processors(self.text.view(slice(0, len(self.text.lengths))).contiguous(), logits)
+        return self._choose(scores[:, None], self.text.lengths)[:, 0], scores
 
-        Processors with state are left out. The text cannot depend on a proposal.
-        """
-        drafts = torch.empty(logits.shape[:2], dtype=torch.long, device=logits.device)
-        for rows, positions, _, choices in self.of_drafts._by_chunk(ids, starts, logits):
-            drafts[rows, positions] = choices.clamp(min=0)
-            for row in range(len(starts))[rows]:
-                at = slice(starts[row] + positions.start, starts[row] + positions.stop)
-                ids[row, at] = drafts[row, positions]
-        return drafts
-
-    def choose(self, scores: torch.Tensor, starts: list[int], rows: slice = slice(None)) -> torch.LongTensor:
+    def _choose(self, scores: torch.Tensor, starts: list[int], rows: slice = slice(None)) -> torch.LongTensor:
         """Choices (r, n) of the scores (r, n, V) of some sequences at positions starts[i]..; -1 where no token is possible."""
         if self.noises is None:
             return scores.argmax(dim=-1)
         noise = [noise.at(start, *scores.shape[1:]) for noise, start in zip(self.noises[rows], starts)]
         return gumbel_argmax(scores, noise[0][None] if len(noise) == 1 else torch.stack(noise))
 
-    def _by_chunk(self, ids: torch.LongTensor, starts: list[int], logits: torch.Tensor):
+    def _by_chunk(self, logits: torch.Tensor):
         """Yield (rows, positions, scores, choices) of one chunk of a block after the other.
 
         Processing and sampling take several times the memory of the logits that they work on, so they never work on a
         whole batch of blocks: a chunk is one sequence, or one position of all. Where processors look at the prefix a chunk
-        has one position, and sees what was written to `ids` for those before it.
+        has one position, and sees the text and what is written ahead of its end.
         """
         step = logits.shape[1] if self.scores_only else 1
-        for rows, processors in self._chunks_of_rows(len(starts)):
+        for rows, processors in self._chunks_of_rows():
             for i in range(0, logits.shape[1], step):
-                at, scores = [start + i for start in starts[rows]], logits[rows, i : i + step]
+                at, scores = [start + i for start in self.text.lengths[rows]], logits[rows, i : i + step]
                 for processor in processors:
-                    scores = processor(ids[rows, : at[0]], scores.flatten(0, 1)).view_as(scores)
-                yield rows, slice(i, i + step), scores, self.choose(scores, at, rows)
+                    scores = processor(self.text.view(rows, i), scores.flatten(0, 1)).view_as(scores)
+                yield rows, slice(i, i + step), scores, self._choose(scores, at, rows)
 
-    def _chunks_of_rows(self, rows: int) -> list[tuple[slice, LogitsProcessorList]]:
+    def _chunks_of_rows(self) -> list[tuple[slice, LogitsProcessorList]]:
+        count = len(self.text.lengths)
         if self.noises is None and not self.processors:  # a mere argmax takes no memory
-            return [(slice(0, rows), self.processors)]
-        if self.by_row:
-            return [(slice(row, row + 1), processors) for row, processors in enumerate(self.by_row)]
+            return [(slice(0, count), self.processors)]
+        if self.by_sequence:
+            return [(slice(row, row + 1), processors) for row, processors in enumerate(self.by_sequence)]
         if self.scores_only:
-            return [(slice(row, row + 1), self.processors) for row in range(rows)]
-        return [(slice(0, rows), self.processors)]
+            return [(slice(row, row + 1), self.processors) for row in range(count)]
+        return [(slice(0, count), self.processors)]
 
 
 # Stateless, but they hold the prompts of the whole batch.

@@ -334,6 +334,26 @@ class DraftSchedule:
         statistics.first_accepted += sum(count > 0 for count in accepted)
 
 
+class FixedSchedule:
+    """The same number of draft tokens in every round; 0 for none at all.
+
+    Args:
+        num_draft_tokens: that each round drafts, where the text has room for them.
+    """
+
+    statistics = None
+
+    def __init__(self, num_draft_tokens: int):
+        self.most = num_draft_tokens
+
+    def next(self, rows: int = 1, context: int = 0) -> int:
+        """Return the number of tokens to draft."""
+        return self.most
+
+    def observe(self, *round_that_ended):
+        """Learn nothing."""
+
+
 # ------------------------------------------------------------------------------------------------------------------
 # A drafter that does not fit.
 

@@ -143,10 +143,13 @@ def _refuse_cache(model_kwargs: dict, call: dict):
         )
 
 
-def resolve_num_draft_tokens(drafter, target, call: dict) -> int | str:
+def resolve_num_draft_tokens(default: int | str, most: int, target, call: dict) -> int | str:
     """Return the number of draft tokens, "auto", or 0 for a call that drafts nothing.
 
-    It is the first that is stated in: call argument, passed config, target's config, drafter's config.
+    It is the first that is stated in: call argument, passed config, target's config, `default` (the drafter's config).
+
+    Args:
+        most: draft tokens that a round can have.
 
     Raises:
         ValueError: what is stated is none of these; names the place.
@@ -159,15 +162,14 @@ def resolve_num_draft_tokens(drafter, target, call: dict) -> int | str:
         "the argument `num_assistant_tokens`": call.get("num_assistant_tokens"),
         "the passed `generation_config`": None if own == filled["num_assistant_tokens"] else own,
         "the target's generation config": target.generation_config.num_assistant_tokens,
-        "the drafter's config": drafter.config.num_draft_tokens,
+        "the drafter's config": default,
     }
     place, number = next((place, number) for place, number in stated.items() if number is not None)
     if number == "auto":
         return number
-    most = drafter.config.block_size - 1
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= most:
         raise ValueError(
-            f"{place} asks for {number!r} draft tokens; a block of {drafter.config.block_size} tokens drafts 1 to {most}, as "
+            f"{place} asks for {number!r} draft tokens; a block of {most + 1} tokens drafts 1 to {most}, as "
             "many as pay with 'auto', or none with 0."
         )
     return number

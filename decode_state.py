@@ -1,7 +1,10 @@
-"""The rows of a call: their tokens, when each has ended, and what is recorded of them on the way."""
+"""The state of one call: the text, which sequences have finished, and what `generate` prepared."""
+
+from dataclasses import dataclass
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.cache_utils import Cache
 from transformers.generation import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -10,12 +13,14 @@ from transformers.generation import (
     StopStringCriteria,
 )
 
-from .target_model import COUNTS_EMBEDDING
+from .decode_outputs import OutputRecorder
+from .decode_schedule import DraftSchedule, FixedSchedule
+from .decode_statistics import Speculation
 from .target_ranks import TargetRanks
 
 
-class Text:
-    """Tokens of every row, with its original padding, in a buffer that grows by doubling, so that no round copies them.
+class TokenBuffer:
+    """Accepted tokens of every sequence, with its padding, in a buffer that grows by doubling, so that no round copies them.
 
     Args:
         input_ids: (B, prompt).
@@ -29,25 +34,29 @@ class Text:
         self.reserve(256)
 
     def reserve(self, count: int):
-        """Make room for `count` more tokens in every row."""
+        """Make room for `count` more tokens in every sequence."""
         rows, capacity = self.ids.shape
         if max(self.lengths) + count > capacity:
             self.ids = torch.cat([self.ids, self.ids.new_zeros(rows, max(capacity, count))], dim=1)
 
-    def view(self, rows: slice) -> torch.LongTensor:
-        """(rows, length) the tokens of rows of equal length."""
-        return self.ids[rows, : self.lengths[rows.start]]
+    def view(self, rows: slice, ahead: int = 0) -> torch.LongTensor:
+        """Return the tokens (r, length + ahead) of sequences of equal length, the last of them only written ahead."""
+        return self.ids[rows, : self.lengths[rows.start] + ahead]
 
-    def upto(self, num_draft: int) -> torch.LongTensor:
-        """(B, length + num_draft) the text and what was drafted after it, of rows of equal length."""
-        return self.ids[:, : self.lengths[0] + num_draft]
+    def write_ahead(self, rows: slice, tokens: torch.LongTensor, after: int = 0):
+        """Write tokens (r, n) behind the end of sequences of equal length, which stays where it is: no text is copied.
 
-    def newest(self, count: int) -> torch.LongTensor:
-        """(B, count) the anchor of every row, and what was drafted after it."""
+        Args:
+            after: how far behind the end.
+        """
+        start = self.lengths[rows.start] + after
+        self.ids[rows, start : start + tokens.shape[1]] = tokens
+
+    def anchor(self) -> torch.LongTensor:
+        """Return the newest token (B, 1) of every sequence."""
         if min(self.lengths) == max(self.lengths):
-            start = self.lengths[0] - 1
-            return self.ids[:, start : start + count]
-        return torch.stack([row[length - 1 : length - 1 + count] for row, length in zip(self.ids, self.lengths)])
+            return self.ids[:, self.lengths[0] - 1 : self.lengths[0]]
+        return torch.stack([row[length - 1 : length] for row, length in zip(self.ids, self.lengths)])
 
     def finished(self) -> torch.LongTensor:
         """(B, longest) as plain `generate` returns it."""
@@ -59,8 +68,8 @@ class Text:
         return ids
 
 
-class Stop:
-    """Which rows have ended, asked once per emitted token and in order, as in plain `generate`.
+class StoppingState:
+    """Which sequences have finished, asked once per emitted token and in order, as in plain `generate`.
 
     Args:
         ranks: those that share the target. Criteria are asked on each of them, and the first one's answer holds.
@@ -102,96 +111,72 @@ class Stop:
         return self.ended[row] and self.rests
 
 
-def selected_layers(output_hidden_states: bool | int | list[int] | None) -> list[int] | None:
-    """Those that the caller chose of the hidden states; None where it is a flag, as a number is for older transformers."""
-    flags = (bool, type(None)) if COUNTS_EMBEDDING else (bool, type(None), int)
-    if isinstance(output_hidden_states, flags):
-        return None
-    return [output_hidden_states] if isinstance(output_hidden_states, int) else list(output_hidden_states)
+@dataclass
+class Call:
+    """What `generate` prepared for the loop, and what the caller handed past it.
 
+    Args:
+        processors, criteria, config, model_kwargs: as prepared by `generate`.
+        passed_cache: the caller's cache, who may go on with it although the call fails; None without one.
+        read_prefix: whether the proposer reads a prefix that comes in a cache without its context.
+        schedule: chooses how many tokens to draft.
+    """
 
-class Record:
-    """What the caller asked to get back beside the text, one entry an emitted token, as plain `generate` gives it."""
-
-    def __init__(self, generation_config: GenerationConfig):
-        wanted = generation_config.return_dict_in_generate
-        self.scores = () if wanted and generation_config.output_scores else None
-        self.logits = () if wanted and generation_config.output_logits else None
-        self.attentions = () if wanted and generation_config.output_attentions else None
-        self.hidden_states = () if wanted and generation_config.output_hidden_states else None
-        self.layers = selected_layers(generation_config.output_hidden_states)  # None: all
-
-    @property
-    def wants_scores(self) -> bool:
-        return self.scores is not None or self.logits is not None
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    model_kwargs: dict
+    streamer: object | None
+    passed_cache: Cache | None
+    read_prefix: bool
+    schedule: DraftSchedule | FixedSchedule
 
     @property
-    def wants_states(self) -> bool:
-        return self.attentions is not None or self.hidden_states is not None
-
-    def add(self, scores: torch.Tensor | None, logits: torch.Tensor):
-        """Of one step, each (B, V), scores only where they are recorded; a copy frees the rows of the block that were rejected."""
-        if self.scores is not None:
-            self.scores += (scores.clone(),)
-        if self.logits is not None:
-            self.logits += (logits.clone(),)
-
-    def heed_choice(self, states: tuple | None, taps: list[int]):
-        """Return all hidden states where the target ignores a choice of them, as older families do.
-
-        Args:
-            states: of a pass, by layer; None for those that the target left out.
-            taps: indices of those that the drafter asked for.
-        """
-        if self.hidden_states is not None and self.layers is not None:
-            asked = {i % len(states) for i in (*taps, *self.layers)}
-            if any(state is not None for i, state in enumerate(states) if i not in asked):
-                self.layers = None
-
-    def add_states(self, outputs, fed: int, added: int, lengths: list | None):
-        """Hidden states and attentions of the first `added` of the `fed` tokens of a pass.
-
-        Args:
-            lengths: by layer with keys, how many a pass over the first token alone would see, and how many at most; a window
-                of fixed size as a number; None for room of fixed size. In place of the list None for the prompt's pass, of
-                which everything is kept.
-        """
-        if self.hidden_states is not None:
-            states = outputs.hidden_states
-            if self.layers is not None:
-                layers = {i % len(states) for i in self.layers if -len(states) <= i < len(states)}
-                states = tuple(layer if i in layers else None for i, layer in enumerate(states))
-            if lengths is None:
-                self.hidden_states += (states,)
-            else:
-                first = next(layer.shape[1] for layer in outputs.hidden_states if layer is not None) - fed
-                self.hidden_states += tuple(
-                    tuple(None if layer is None else layer[:, first + i : first + i + 1].clone() for layer in states)
-                    for i in range(added)
-                )
-        if self.attentions is not None:
-            if lengths is None:
-                self.attentions += (outputs.attentions,)
-            else:
-                self.attentions += tuple(
-                    tuple(
-                        None if layer is None else _attention_of_one(layer, fed, i, keys)
-                        for layer, keys in zip(outputs.attentions, lengths)
-                    )
-                    for i in range(added)
-                )
+    def keeps_cache(self) -> bool:
+        """Whether the KV cache outlives the call."""
+        return self.config.return_dict_in_generate or self.passed_cache is not None
 
 
-def _attention_of_one(weights: torch.Tensor, fed: int, i: int, keys: tuple[int, int] | int | None) -> torch.Tensor:
-    """The weights (B, heads, 1, keys) that token `i` of `fed` would have alone, of those of the block's pass."""
-    start, end = 0, weights.shape[-1]
-    if isinstance(keys, int):
-        if end != keys:  # a block that fills the window, or moves it on, sees the keys before it and its own
-            end = end - fed + i + 1
-            start = max(end - keys, 0)
-        own = weights[:, :, i : i + 1, start:end]
-        return torch.nn.functional.pad(own, (0, keys - own.shape[-1]))
-    if keys is not None:
-        end = end - fed + i + 1
-        start = end - min(keys[0] + i, keys[1])
-    return weights[:, :, i : i + 1, start:end].clone()
+class DecodeState:
+    """The text of one call as far as it is written, which sequences have finished, and what is recorded.
+
+    Args:
+        input_ids: (B, prompt).
+        ranks: the processes that share the target.
+    """
+
+    def __init__(self, input_ids: torch.LongTensor, call: Call, ranks: TargetRanks):
+        self.prompt, self.ranks = input_ids, ranks
+        self.batch, self.device = input_ids.shape[0], input_ids.device
+        pad = call.config._pad_token_tensor
+        self.text = TokenBuffer(input_ids, None if pad is None else int(pad))
+        self.stopping = StoppingState(call.criteria, self.batch, ranks)
+        self.recorder = OutputRecorder(call.config)
+        self.speculation = Speculation.of_rows(self.batch)
+        self.prefix: torch.LongTensor | None = None  # what came in the cache
+        self.lockstep = True  # whether all sequences advance by one count
+        if self.recorder.attentions is not None and self.batch > 1:
+            raise ValueError(
+                f"`output_attentions` is supported for one sequence, got {self.batch}, together with a DFlash drafter. Call "
+                "`generate` for each of them."
+            )
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sequence has finished."""
+        return all(self.stopping.ended)
+
+    @property
+    def resting(self) -> list[bool]:
+        """By sequence, whether it has finished and is only padded from here on."""
+        return [self.stopping.resting(row) for row in range(self.batch)]
+
+    @property
+    def groups(self) -> list[slice]:
+        """Sequences that advance together."""
+        return [slice(0, self.batch)] if self.lockstep else [slice(row, row + 1) for row in range(self.batch)]
+
+    @property
+    def anchor(self) -> torch.LongTensor:
+        """The newest token (B, 1) of every sequence."""
+        return self.text.anchor()

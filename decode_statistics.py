@@ -17,6 +17,7 @@ class Speculation:
         prefix_passes: of the target, over a prefix that came in a cache without the drafter's context.
         replay_passes: of the target, over accepted tokens once more, where a recurrent state had no other way back.
         check_passes: of the target, whether it reads several tokens as it reads them one by one; in the first call of a kind.
+        stopped_drafting: whether drafting ended because the drafter's logits were not finite.
         processor_passes: of the target, made by logits processors (guidance), and not among `target_passes`.
     """
 
@@ -29,6 +30,7 @@ class Speculation:
     replay_passes: int = 0
     check_passes: int = 0
     processor_passes: int = 0
+    stopped_drafting: bool = False
 
     @classmethod
     def of_rows(cls, rows: int) -> "Speculation":

@@ -1,98 +1,203 @@
-"""The drafter at work: features of the accepted text in, draft logits out, and what it keeps between passes and calls.
+"""Proposing draft tokens: what a proposer is, and DFlash as one, with the hidden states and KV cache that it keeps.
 
-Legend of shapes: B rows, C new context tokens, P context tokens in the drafter's cache, K block, H hidden, T tapped layers,
-n drafted tokens, V vocabulary.
+Legend of shapes: B sequences, C new context tokens, P context tokens in the drafter's KV cache, K block, H hidden, T target
+layers, n draft tokens, V vocabulary.
 """
 
 import weakref
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import CandidateGenerator
 
+from .drafter_heads import TargetHead
 from .drafter_masks import is_flash, ragged_masks
 from .target_cache import move_right, trim_left
-from .target_model import device_of, embedding_rows, raw_embeddings, tap_request, tapped
+from .target_model import check_pair, device_of, embedding_rows, raw_embeddings, tap_request, tapped
 
 
 @dataclass
-class Features:
-    """Tapped states of accepted tokens that the drafter has not read yet.
+class Draft:
+    """Draft tokens of one round, a path (chain) or several (tree) behind the anchor.
+
+    Parents come before their children and scores fall, so the first tokens of a draft are a draft.
 
     Args:
-        states: one tensor (B, C, H) a tap; a row's real tokens come first.
-        counts: real tokens by row; None where all are.
+        tokens: (B, n); n is 0 in a round without draft tokens.
+        parents: (n) index of each token's parent, -1 for the anchor; None for a chain.
+        scores: (B, n) log probability that the token lies on the accepted path; None where the proposer has none.
     """
 
+    tokens: torch.LongTensor
+    parents: torch.LongTensor | None = None
+    scores: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.tokens.shape[1]
+
+
+@dataclass
+class AcceptedTokens:
+    """Tokens that became text, the prompt's first, and the target's hidden states at them.
+
+    The anchor is not among them: its hidden states come with the pass that verifies the next draft.
+
+    Args:
+        ids: (B, C); the real tokens of a sequence come first.
+        states: one tensor (B, C, H) a target layer; empty where the proposer reads none.
+        counts: real tokens by sequence; None where all are.
+    """
+
+    ids: torch.LongTensor
     states: list[torch.Tensor]
     counts: list[int] | None = None
 
-    @property
-    def width(self) -> int:
-        return self.states[0].shape[1]
-
     @classmethod
-    def of_prompt(cls, states: list[torch.Tensor], mask: torch.Tensor | None) -> "Features":
-        """From the states of a pass over the prompt and its attention mask (B, C): what is masked is no context."""
+    def of_prompt(
+        cls, ids: torch.LongTensor, states: list[torch.Tensor], mask: torch.Tensor | None
+    ) -> "AcceptedTokens":
+        """Take those that the attention mask (B, C) of a prompt does not hide."""
         if mask is None or bool((mask != 0).all()):
-            return cls(states)
-        real = (mask != 0).to(states[0].device)
+            return cls(ids, states)
+        real = (mask != 0).to(ids.device)
         counts = real.sum(dim=1).tolist()
         order = (~real).long().argsort(dim=1, stable=True)[:, : max(counts)]
         chosen = [
             layer.gather(1, order.to(layer.device)[..., None].expand(-1, -1, layer.shape[-1])) for layer in states
         ]
-        return cls(chosen, None if min(counts) == max(counts) else counts)
+        return cls(ids.gather(1, order), chosen, None if min(counts) == max(counts) else counts)
 
     @classmethod
-    def joined(cls, parts: list["Features"]) -> "Features":
-        """One after the other, in order."""
+    def joined(cls, parts: list["AcceptedTokens"]) -> "AcceptedTokens":
+        """Join parts, one after the other, in order."""
         if len(parts) == 1:
             return parts[0]
+        ids = torch.cat([part.ids for part in parts], dim=1)
         states = [torch.cat(layers, dim=1) for layers in zip(*(part.states for part in parts))]
         if all(part.counts is None for part in parts):
-            return cls(states)
-        real = [_first(part.counts or [part.width] * states[0].shape[0], part.width) for part in parts]
-        return cls.of_prompt(states, torch.cat(real, dim=1))
+            return cls(ids, states)
+        real = [_first(part.counts or [part.ids.shape[1]] * len(ids), part.ids.shape[1]) for part in parts]
+        return cls.of_prompt(ids, states, torch.cat(real, dim=1))
 
 
 def _first(counts: list[int], width: int) -> torch.Tensor:
-    """(B, width) true at the first `counts[r]` columns of row r."""
+    """(B, width) bool, true at the first `counts[r]` columns of sequence r."""
     return torch.arange(width) < torch.tensor(counts)[:, None]
 
 
-class DFlashCandidateGenerator(CandidateGenerator):
-    """Runs the drafter: features in, draft logits out. State of one call: the drafter's cache.
+class Proposer(Protocol):
+    """What the loop asks of whoever proposes draft tokens; one object serves one call.
 
-    A transformers `CandidateGenerator`: our loop calls `draft_logits`, transformers' own loop `get_candidates`.
+    Attributes:
+        target_layer_ids: decoder layers of the target whose hidden states it reads; empty for none.
+        max_draft_tokens: how many positions it can draft in a round.
+        device: where its work is done, for the clock.
+        num_passes: forward passes that it made.
+    """
+
+    target_layer_ids: list[int]
+    max_draft_tokens: int
+    device: torch.device
+    num_passes: int
+
+    def check(self, target: PreTrainedModel):
+        """Raise a ValueError where this is not a target to draft for; names what was found and expected."""
+
+    def read(self, accepted: AcceptedTokens):
+        """Take in accepted tokens, those of the prompt first, then those of each round."""
+
+    def propose(self, anchor: torch.LongTensor, num_draft_tokens: int, sampler) -> Draft:
+        """Draft up to `num_draft_tokens` (at least 1) after the anchor (B, 1); `sampler.propose` turns logits into tokens."""
+
+    def absorb(self):
+        """Compress what was read so far, before more of a long prompt comes."""
+
+    def skip(self, count: int):
+        """Start behind `count` tokens that will not be read."""
+
+    def keep(self, cache: Cache, ids: torch.LongTensor):
+        """Remember the state beside the target's KV cache, which holds the tokens `ids` (B, length)."""
+
+    def resume(self, cache: Cache, prefix: torch.LongTensor | None, batch: int, length: int) -> torch.LongTensor | None:
+        """Go on from the state kept beside a cache of `length` tokens a sequence: its ids, or None if there is none."""
+
+
+class DFlashProposer:
+    """Runs a DFlash drafter: hidden states of accepted tokens in, a block of draft tokens out (paper, section 4.1).
 
     Args:
         drafter: a `DFlashDraftModel`.
-        target: borrowed are its embedding and head, which are called, never read: a quantised one has no dense weight.
-        num_draft_tokens: tokens to draft a round, at most `block_size - 1`.
-        max_length: of the text, the prompt included; None for no limit.
+        target: its embedding and LM head are borrowed. They are called, never read: a quantized one has no dense weight.
     """
 
-    requires_model_outputs = True
-
-    def __init__(self, drafter, target: PreTrainedModel, num_draft_tokens: int, max_length: int | None = None):
+    def __init__(self, drafter, target: PreTrainedModel):
         self.drafter, self.device = drafter, drafter.device
-        self.target = target
         self.target_layer_ids = drafter.config.target_layer_ids
         self.block_size = drafter.config.block_size
-        self.num_draft_tokens = num_draft_tokens
-        self.max_length = max_length
-        self.model_kwargs_overrides = {"output_hidden_states": tap_request(self.target_layer_ids)}
+        self.max_draft_tokens = self.block_size - 1
+        self.num_passes = 0
 
         self.cache = DynamicCache(config=drafter.config)
         self.cache.activate_past_recording()
-        self.seen: list[int] | None = None  # context tokens in the cache by row, once rows differ
+        self.unread: list[AcceptedTokens] = []
+        self.seen: list[int] | None = None  # context tokens in the KV cache by sequence, once these differ
         self.start = 0  # position of the first context token; not 0 where a prefix was left out
-        self.embedding, self.head = target.get_input_embeddings(), target.get_output_embeddings()
-        self.vocab_rows = embedding_rows(target)
+        self.embedding = target.get_input_embeddings()
+        self.head = TargetHead(drafter.config, target.get_output_embeddings(), embedding_rows(target))
         self.mask_embeds: torch.Tensor | None = None  # (1, block_size - 1, H)
+
+    # ---- the loop's side
+
+    def check(self, target: PreTrainedModel):
+        """Refuse a target that the drafter was not made for."""
+        check_pair(self.drafter, target)
+
+    def read(self, accepted: AcceptedTokens):
+        """Keep accepted tokens until the next draft."""
+        self.unread.append(accepted)
+
+    def propose(self, anchor: torch.LongTensor, num_draft_tokens: int, sampler) -> Draft:
+        """Draft a chain of `num_draft_tokens` tokens behind the anchor (B, 1)."""
+        accepted, self.unread = AcceptedTokens.joined(self.unread), []
+        logits = self.draft_logits(anchor, accepted.states, num_draft_tokens, counts=accepted.counts)
+        return Draft(sampler.propose(logits))
+
+    def absorb(self):
+        """Read the context so far without drafting: of a long prompt only keys and values stay, chunk by chunk."""
+        if not self.unread:
+            return
+        accepted, self.unread = AcceptedTokens.joined(self.unread), []
+        states = torch.cat([layer.to(self.device) for layer in accepted.states], dim=-1)
+        noise = states.new_zeros(states.shape[0], self.block_size, self.drafter.config.hidden_size)
+        self._denoise(noise, states, None, accepted.counts)
+
+    def skip(self, count: int):
+        """Start behind `count` tokens of which there are no hidden states."""
+        self.start = count
+
+    def keep(self, cache: Cache, ids: torch.LongTensor):
+        """Remember the context beside the target's KV cache, for a later call that is handed the same cache."""
+        if self.unread:
+            _KEPT[cache] = KeptContext(weakref.ref(self.drafter), ids, self.cache, self.seen, self.start, self.unread)
+
+    def resume(self, cache: Cache, prefix: torch.LongTensor | None, batch: int, length: int) -> torch.LongTensor | None:
+        """Take up the context that was kept beside a cache, if it is of this drafter and of all tokens in the cache.
+
+        Args:
+            prefix: (B, length) their ids, where the caller passed them.
+        """
+        kept = _KEPT.pop(cache, None)  # the call that takes it goes on with it; another at the same time reads anew
+        if kept is None or kept.drafter() is not self.drafter or kept.ids.shape != (batch, length):
+            return None
+        if prefix is not None and not torch.equal(prefix, kept.ids):
+            return None
+        self.cache, self.seen, self.start, self.unread = kept.cache, kept.seen, kept.start, kept.unread
+        return kept.ids
+
+    # ---- the drafter's side
 
     def draft_logits(
         self,
@@ -102,13 +207,13 @@ class DFlashCandidateGenerator(CandidateGenerator):
         attention_mask: torch.Tensor | None = None,
         counts: list[int] | None = None,
     ) -> torch.Tensor:
-        """Logits (B, n, V) of the next `num_draft` tokens (paper, section 4.1).
+        """Return the logits (B, n, V) of the next `num_draft` tokens.
 
         Args:
-            anchor: (B, 1) the newest token of every row; its own features do not exist yet.
-            context: tapped states, each (B, new, H), of the tokens before the anchor that this drafter has not seen.
-            attention_mask: (1, tokens before the anchor) with 0 at padding, or None; for one row.
-            counts: how many of the new tokens are real in each row, which come first; None where all are.
+            anchor: (B, 1) the newest token of every sequence; its own hidden states do not exist yet.
+            context: hidden states by target layer, each (B, C, H), of the tokens before the anchor that were not read yet.
+            attention_mask: (1, tokens before the anchor) with 0 at padding, or None; for one sequence.
+            counts: how many of the new tokens are real in each sequence, which come first; None where all are.
         """
         if self.mask_embeds is None:
             self._borrow(context[-1].device)
@@ -117,30 +222,23 @@ class DFlashCandidateGenerator(CandidateGenerator):
         noise_embeds = torch.cat([anchor_embeds, self.mask_embeds.expand(len(anchor), -1, -1)], dim=1)  # (B, K, H)
         context_hidden_states = torch.cat([states.to(self.device) for states in context], dim=-1)  # (B, new, T * H)
 
-        hidden = self._read(noise_embeds, context_hidden_states, attention_mask, counts)
+        hidden = self._denoise(noise_embeds, context_hidden_states, attention_mask, counts)
         hidden = hidden.to(self.head_device, context[-1].dtype)
-        # Of all slots: the head's weight is read once in any case, and kernels like blocks of 8 or 16 rows better than 7 or 15.
-        logits = self.drafter.draft_logits(hidden, self.head)[:, 1 : num_draft + 1]  # slot 0 is the anchor's own
-        if logits.shape[-1] > self.vocab_rows:  # a head padded beyond the tokens that the target can embed
-            logits[..., self.vocab_rows :] = -torch.inf
-        return logits
+        # All positions: the head's weight is read once in any case, and kernels prefer 8 or 16 rows to 7 or 15. The first
+        # position is the anchor's own.
+        return self.head(hidden).logits[:, 1 : num_draft + 1]
 
     def _borrow(self, otherwise: torch.device):
-        """What is the same in every round: where the target's embedding and head are, and the mask tokens' embeddings."""
+        """Note what is the same in every round: where embedding and head are, and the mask tokens' embeddings."""
         self.embedding_device = device_of(self.embedding, otherwise)
-        self.head_device = device_of(self.head, otherwise)
+        self.head_device = device_of(self.head.module, otherwise)
         mask_token_id = self.drafter.config.mask_token_id
         mask_ids = torch.full((1, self.block_size - 1), mask_token_id, device=self.embedding_device)
         self.mask_embeds = raw_embeddings(self.embedding, mask_ids).to(self.device)
 
-    def absorb(self, context: list[torch.Tensor], counts: list[int] | None = None):
-        """Read context without drafting: of a long prompt only keys and values stay, a chunk at a time."""
-        states = torch.cat([layer.to(self.device) for layer in context], dim=-1)
-        noise = states.new_zeros(states.shape[0], self.block_size, self.drafter.config.hidden_size)
-        self._read(noise, states, None, counts)
-
-    def _read(self, noise_embeds, context_hidden_states, attention_mask, counts) -> torch.Tensor:
-        """Hidden states (B, K, H) of a block. The context's keys and values stay in the cache, the block's own leave it."""
+    def _denoise(self, noise_embeds, context_hidden_states, attention_mask, counts) -> torch.Tensor:
+        """Run the drafter: hidden states (B, K, H) of a block. The context's keys and values stay in the KV cache, the block's leave it."""
+        self.num_passes += 1
         rows, new = context_hidden_states.shape[:2]
         if counts is not None and self.seen is None:
             self.seen = [self.cache.get_seq_length()] * rows
@@ -204,8 +302,26 @@ class DFlashCandidateGenerator(CandidateGenerator):
             for layer in self.cache.layers:
                 trim_left(layer, trim)
 
+
+class DFlashCandidateGenerator(CandidateGenerator):
+    """DFlash for transformers' own assisted decoding; our loop asks `DFlashProposer` itself.
+
+    Args:
+        drafter: a `DFlashDraftModel`.
+        target: the model that it drafts for.
+        num_draft_tokens: tokens to draft a round, at most `block_size - 1`.
+        max_length: of the text, the prompt included; None for no limit.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(self, drafter, target: PreTrainedModel, num_draft_tokens: int, max_length: int | None = None):
+        self.proposer, self.target = DFlashProposer(drafter, target), target
+        self.num_draft_tokens, self.max_length = num_draft_tokens, max_length
+        self.model_kwargs_overrides = {"output_hidden_states": tap_request(self.proposer.target_layer_ids)}
+
     def get_candidates(self, input_ids, model_kwargs=None, model_outputs=None, is_first_iteration=False, **kwargs):
-        """Candidates for transformers' loop: (1, length + n) ids, and None for the logits, so that the target chooses."""
+        """Return (1, length + n) ids, and None for the logits, so that the target chooses."""
         length = input_ids.shape[1]
         num_draft = self.num_draft_tokens
         if self.max_length is not None:
@@ -213,32 +329,29 @@ class DFlashCandidateGenerator(CandidateGenerator):
         if is_first_iteration or num_draft < 1:
             return input_ids, None
         # All tokens but the anchor are in the target's cache; those that the drafter lacks came with the last pass.
-        new = length - 1 - self.cache.get_seq_length()
+        new = length - 1 - self.proposer.cache.get_seq_length()
         context = [
-            states[:, :new] for states in tapped(model_outputs.hidden_states, self.target, self.target_layer_ids)
+            states[:, :new]
+            for states in tapped(model_outputs.hidden_states, self.target, self.proposer.target_layer_ids)
         ]
         attention_mask = model_kwargs.get("attention_mask")
         if attention_mask is not None:
             attention_mask = attention_mask[:, : length - 1]
-        logits = self.draft_logits(input_ids[:, -1:], context, num_draft, attention_mask)
+        logits = self.proposer.draft_logits(input_ids[:, -1:], context, num_draft, attention_mask)
         return torch.cat([input_ids, logits.argmax(dim=-1).to(input_ids.device)], dim=1), None
 
     def update_candidate_strategy(self, input_ids, scores, num_matches):
-        """Part of transformers' interface; the number of drafted tokens is chosen by our loop, or fixed."""
-
-
-# ------------------------------------------------------------------------------------------------------------------
-# The drafter's context between calls.
+        """Do nothing, where transformers lets a generator adapt: the number of draft tokens is fixed."""
 
 
 @dataclass
 class KeptContext:
-    """What a drafter knows of the tokens in a target's cache.
+    """What a drafter knows of the tokens in a target's KV cache, between two calls.
 
     Args:
         drafter: whose it is; not kept alive by this.
         ids: (B, tokens) the text that the cache holds.
-        unread: features that came too late for a draft pass.
+        unread: tokens that were accepted after the last draft.
     """
 
     drafter: weakref.ref
@@ -246,33 +359,8 @@ class KeptContext:
     cache: DynamicCache
     seen: list[int] | None
     start: int
-    unread: list[Features]
+    unread: list[AcceptedTokens]
 
 
 # By the target's cache object: it dies with it.
 _KEPT: "weakref.WeakKeyDictionary[Cache, KeptContext]" = weakref.WeakKeyDictionary()
-
-
-def keep_context(cache: Cache, candidates: DFlashCandidateGenerator, ids: torch.LongTensor, unread: list[Features]):
-    """Remember the drafter's context beside the target's cache, for a later call that is handed the same cache."""
-    kept = KeptContext(
-        weakref.ref(candidates.drafter), ids, candidates.cache, candidates.seen, candidates.start, unread
-    )
-    _KEPT[cache] = kept
-
-
-def take_context(
-    cache: Cache, candidates: DFlashCandidateGenerator, prefix: torch.LongTensor | None, rows: int, length: int
-) -> KeptContext | None:
-    """Give `candidates` what its drafter knows of the `length` tokens of each row in `cache`, if it knows all of them.
-
-    Args:
-        prefix: (B, length) their ids, where the caller passed them.
-    """
-    kept = _KEPT.pop(cache, None)  # the call that takes it goes on with it; another at the same time reads anew
-    if kept is None or kept.drafter() is not candidates.drafter or kept.ids.shape != (rows, length):
-        return None
-    if prefix is not None and not torch.equal(prefix, kept.ids):
-        return None
-    candidates.cache, candidates.seen, candidates.start = kept.cache, kept.seen, kept.start
-    return kept

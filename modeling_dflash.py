@@ -28,6 +28,7 @@ from transformers.utils import ModelOutput
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_dflash import DFlashConfig
+from .drafter_candidates import DFlashProposer
 from .drafter_masks import backend_mask, block_mask, is_flash
 from .generation_dflash import assisted_generate, install_generate_hook
 from .hub_files import check_finite, write_hub_files
@@ -237,18 +238,6 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             hidden_states = layer(hidden_states, context, position_embeddings, attention_mask=mask, cache=cache)
         return DFlashDraftModelOutput(last_hidden_state=self.norm(hidden_states))
 
-    def draft_logits(self, last_hidden_state: torch.Tensor, head: nn.Module) -> torch.Tensor:
-        """Logits (B, slots, V) of hidden states (B, slots, H) by the target's head, scaled as the drafter was trained.
-
-        The head is called, never read: a quantised one has no dense weight.
-        """
-        logits = head(last_hidden_state)
-        if self.config.output_multiplier != 1.0:
-            logits = logits * self.config.output_multiplier
-        if (cap := self.config.final_logit_softcapping) is not None:
-            logits = torch.tanh(logits / cap) * cap
-        return logits
-
     def _check_inputs(self, noise_embeds: torch.Tensor, context_hidden_states: torch.Tensor):
         hidden, taps = self.config.hidden_size, len(self.config.target_layer_ids)
         if noise_embeds.ndim != 3 or noise_embeds.shape[2] != hidden:
@@ -349,6 +338,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
                 f"model that it was made for ({self.config.target_name_or_path or 'not recorded in its config'})."
             )
         return super().__getattr__(name)
+
+    def proposer(self, target: PreTrainedModel) -> DFlashProposer:
+        """Make what proposes with this drafter in one call of `generate`; a subclass may hand in another one."""
+        return DFlashProposer(self, target)
 
     def assisted_generate(self, target: PreTrainedModel, generate, **kwargs):
         """Run `target.generate(**kwargs)` with this drafter; what the hook and `custom_generate` hand over to."""

@@ -17,7 +17,7 @@ import typer
 
 from ..cli import run_plainly
 from ..demo.smollm2 import smollm2
-from ..generation_dflash import DFlashCandidateGenerator
+from ..drafter_candidates import DFlashProposer
 from ..target_model import CACHE, tap_request, tapped
 from .bench import Bench, provenance
 from .methods import ZLAB_PYTHON, make_method
@@ -28,7 +28,7 @@ from .prompts import DEMO_PROMPTS, load_prompts
 def passes_alone(bench: Bench, prompt: torch.Tensor, new_ids: list[int], drafted: list[int], added: list[int]) -> float:
     """Seconds of the passes of one text: the prompt's, then each round's draft and verification."""
     target, taps = bench.target, bench.drafter.config.target_layer_ids
-    candidates = DFlashCandidateGenerator(bench.drafter, target, bench.drafter.config.block_size - 1)
+    proposer = DFlashProposer(bench.drafter, target)
     text = torch.cat([prompt[0], torch.tensor(new_ids + [0] * max(drafted, default=0), device=prompt.device)])[None]
     cache = transformers.DynamicCache(config=target.config.get_text_config(decoder=True))
     request = {"output_hidden_states": tap_request(taps), "use_cache": True, CACHE: cache}
@@ -40,7 +40,7 @@ def passes_alone(bench: Bench, prompt: torch.Tensor, new_ids: list[int], drafted
     length = prompt.shape[1] + 1
     for num_draft, num_added in zip(drafted, added):
         if num_draft:
-            candidates.draft_logits(text[:, length - 1 : length], context, num_draft)  # (1, n, V)
+            proposer.draft_logits(text[:, length - 1 : length], context, num_draft)  # (1, n, V)
         states = target(text[:, length - 1 : length + num_draft], **request).hidden_states
         cache.crop(num_added - (num_draft + 1))
         context = [layer[:, :num_added] for layer in tapped(states, target, taps)]

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from ..generation_dflash import DFlashCandidateGenerator
+from ..drafter_candidates import DFlashProposer, Draft
+from ..generation_dflash import assisted_generate
 
 ZLAB_PYTHON = Path(__file__).parent.parent / ".venv-peers" / "bin" / "python"
 
@@ -111,20 +112,14 @@ class Generate:
         with contextlib.ExitStack() as stack:
             target = stack.enter_context(Passes(self.target, "input_ids"))
             drafter = stack.enter_context(Passes(self.drafter, self.drafter.main_input_name)) if self.drafter else None
-            drafting = stack.enter_context(_timed_drafting(clock))
-            self._prepare(stack, inputs, plain_ids, seed)
             start = clock.now()
-            output = self.target.generate(**inputs, **settings, **self.arguments, streamer=clock)
+            output, speculation, draft_seconds = self._generate(inputs, settings, seed, plain_ids, clock)
             seconds = clock.now() - start
         prompt_length = inputs["input_ids"].shape[1]
         spans = target.seconds()
         by_length = {}
         for length, span in spans[1:]:
             by_length.setdefault(length, []).append(span)
-        ours = (
-            self.drafter is not None and self.arguments.get("speculation_type") is None and hasattr(self.drafter, "fc")
-        )
-        speculation = self.drafter.last_speculation if ours else None
         return Run(
             new_ids=output[0, prompt_length:].tolist(),
             seconds=seconds,
@@ -133,63 +128,96 @@ class Generate:
             rounds=clock.pieces[2:],
             target_passes=len(spans),
             drafter_passes=len(drafter.spans) if drafter else 0,
-            drafted=speculation.drafted[0] if ours else [],
-            accepted=speculation.accepted[0] if ours else [],
+            drafted=speculation.drafted[0] if speculation else [],
+            accepted=speculation.accepted[0] if speculation else [],
             target_seconds=sum(span for _, span in spans),
-            draft_seconds=sum(drafting) or sum(span for _, span in (drafter.seconds() if drafter else [])),
+            draft_seconds=draft_seconds or sum(span for _, span in (drafter.seconds() if drafter else [])),
             pass_seconds=by_length,
         )
 
-    def _prepare(self, stack, inputs, plain_ids, seed):
-        pass
+    def _generate(self, inputs: dict, settings: dict, seed: int, plain_ids: list[int] | None, clock: Clock):
+        """Write the text: (output, statistics of our loop or None, seconds in drafts or 0)."""
+        return self.target.generate(**inputs, **settings, **self.arguments, streamer=clock), None, 0.0
 
 
-class Ceiling(Generate):
+class Ours(Generate):
+    """A method that hands our loop the drafter with a clock."""
+
+    def __init__(self, name: str, bench, **arguments):
+        self.assistant = TimedDrafter(bench.drafter)
+        super().__init__(name, bench, bench.drafter, assistant_model=self.assistant, **arguments)
+
+    def _generate(self, inputs: dict, settings: dict, seed: int, plain_ids: list[int] | None, clock: Clock):
+        self.assistant.make_proposer = lambda target: self._proposer(target, inputs, seed, plain_ids, clock)
+        output, _, _ = super()._generate(inputs, settings, seed, plain_ids, clock)
+        return output, self.assistant.last_speculation, sum(self.assistant.newest.seconds)
+
+    def _proposer(self, target, inputs, seed, plain_ids, clock):
+        return TimedProposer(self.drafter, target, clock)
+
+
+class Ceiling(Ours):
     """Our loop with an oracle of chosen accuracy: the best that this machine gives at that acceptance."""
 
     def __init__(self, name: str, bench, accuracy: float):
-        most = bench.drafter.config.block_size - 1
-        super().__init__(name, bench, bench.drafter, assistant_model=bench.drafter, num_assistant_tokens=most)
+        super().__init__(name, bench, num_assistant_tokens=bench.drafter.config.block_size - 1)
         self.accuracy = accuracy
 
-    def _prepare(self, stack, inputs, plain_ids, seed):
+    def _proposer(self, target, inputs, seed, plain_ids, clock):
         if plain_ids is None:
             raise ValueError(f"{self.name} proposes plain's own text: run `plain` before it.")
         text = inputs["input_ids"][0].tolist() + plain_ids
-        run = DFlashCandidateGenerator.draft_logits
-
-        def draft_logits(generator, *args, **kwargs):
-            logits = run(generator, *args, **kwargs)[0]  # (n, V), at the drafter's real cost
-            num_draft = len(logits)
-            start = generator.cache.get_seq_length() + 1
-            for slot in range(num_draft):
-                right = text[start + slot] if start + slot < len(text) else 0
-                wrong = random.Random(f"{seed} {start + slot}").random() >= self.accuracy
-                logits[slot, (right + 1) % logits.shape[-1] if wrong else right] = 1e4
-            return logits[None]
-
-        stack.callback(setattr, DFlashCandidateGenerator, "draft_logits", run)
-        DFlashCandidateGenerator.draft_logits = draft_logits
+        return Oracle(self.drafter, target, clock, text, self.accuracy, seed)
 
 
-@contextlib.contextmanager
-def _timed_drafting(clock: Clock):
-    """Times `draft_logits`, the drafter's pass with embedding and head; yields the list of seconds."""
-    spans, run = [], DFlashCandidateGenerator.draft_logits
+class TimedDrafter:
+    """Stands for a drafter in `generate`, with a proposer of its own in each call."""
 
-    def timed(*args, **kwargs):
-        start = clock.now()
-        result = run(*args, **kwargs)
-        spans.append(clock.now() - start)
-        return result
+    def __init__(self, drafter):
+        self.drafter, self.make_proposer, self.newest = drafter, None, None
 
-    # On a GPU its synchronisation would cost what it measures; the passes' events are used there instead.
-    if clock.device.type != "cuda":
-        DFlashCandidateGenerator.draft_logits = timed
-    try:
-        yield spans
-    finally:
-        DFlashCandidateGenerator.draft_logits = run
+    def __getattr__(self, name: str):
+        return getattr(self.drafter, name)
+
+    def proposer(self, target) -> "TimedProposer":
+        self.newest = self.make_proposer(target)
+        return self.newest
+
+    def assisted_generate(self, target, generate, **call):
+        return assisted_generate(self, target, generate, call)
+
+
+class TimedProposer(DFlashProposer):
+    """The drafter's proposer, with the seconds of each draft: the forward pass with embedding and head."""
+
+    def __init__(self, drafter, target, clock: Clock):
+        super().__init__(drafter, target)
+        self.clock, self.seconds = clock, []
+
+    def draft_logits(self, *args, **kwargs) -> torch.Tensor:
+        # On a GPU its synchronization would cost what it measures; the passes' events are used there instead.
+        if self.clock.device.type == "cuda":
+            return super().draft_logits(*args, **kwargs)
+        start = self.clock.now()
+        logits = super().draft_logits(*args, **kwargs)
+        self.seconds.append(self.clock.now() - start)
+        return logits
+
+
+class Oracle(TimedProposer):
+    """Runs the drafter at its real cost, then proposes a known text, each token right with a given probability."""
+
+    def __init__(self, drafter, target, clock: Clock, text: list[int], accuracy: float, seed: int):
+        super().__init__(drafter, target, clock)
+        self.known, self.accuracy, self.seed = text, accuracy, seed
+
+    def propose(self, anchor: torch.LongTensor, num_draft_tokens: int, sampler) -> Draft:
+        draft, start = super().propose(anchor, num_draft_tokens, sampler), sampler.text.lengths[0]
+        for index in range(start, start + num_draft_tokens):
+            right = self.known[index] if index < len(self.known) else 0
+            wrong = random.Random(f"{self.seed} {index}").random() >= self.accuracy
+            draft.tokens[0, index - start] = (right + 1) % sampler.vocab_size if wrong else right
+        return draft
 
 
 class Zlab:
@@ -250,5 +278,5 @@ def make_method(name: str, bench):
         return Generate(name, bench, bench.drafter, assistant_model=bench.drafter, speculation_type="dflash")
     if kind == "ours":
         drafted = {"num_assistant_tokens": int(value) if value.isdigit() else value} if value else {}
-        return Generate(name, bench, bench.drafter, assistant_model=bench.drafter, **drafted)
+        return Ours(name, bench, **drafted)
     return Ceiling(name, bench, float(value))

@@ -18,33 +18,35 @@ import transformers
 import typer
 
 from ..cli import run_plainly
-from ..decode_choice import GumbelNoise, TargetChoice
+from ..decode_choice import GumbelNoise
 from ..demo.smollm2 import smollm2
+from ..drafter_candidates import DFlashProposer, Draft
+from ..generation_dflash import speculative_generate
 from ..modeling_dflash import DFlashDraftModel
 from .prompts import DEMO_PROMPTS, load_prompts
 
 
-def propose_argmax(self, text, start, logits):
-    return _propose(self, text, start, logits, None)
+class Greedy(DFlashProposer):
+    """Proposes the drafter's most likely token."""
+
+    def propose(self, anchor, num_draft_tokens, sampler) -> Draft:
+        return super().propose(anchor, num_draft_tokens, sampler.with_noises(None))
 
 
-def propose_independent(self, text, start, logits):
-    if not hasattr(self, "own"):
-        shared = self.noises[0]
-        self.own = [GumbelNoise(shared.generator.initial_seed() ^ 0x5DEECE66D, start[0], shared.span, logits.device)]
-    return _propose(self, text, start, logits, self.own)
+class Independent(DFlashProposer):
+    """Draws with noise of its own."""
+
+    own = None
+
+    def propose(self, anchor, num_draft_tokens, sampler) -> Draft:
+        if self.own is None:
+            shared, start = sampler.noises[0], sampler.text.lengths[0]
+            seed = shared.generator.initial_seed() ^ 0x5DEECE66D
+            self.own = [GumbelNoise(seed, start, shared.span, sampler.text.ids.device)]
+        return super().propose(anchor, num_draft_tokens, sampler.with_noises(self.own))
 
 
-def _propose(choice, text, start, logits, noises):
-    shared, choice.noises = choice.noises, noises
-    try:
-        return SHARED(choice, text, start, logits)
-    finally:
-        choice.noises = shared
-
-
-SHARED = TargetChoice.propose
-WAYS = {"shared noise": SHARED, "argmax": propose_argmax, "independent": propose_independent, "rejection": None}
+WAYS = {"shared noise": DFlashProposer, "argmax": Greedy, "independent": Independent, "rejection": None}
 
 
 def run(
@@ -72,16 +74,17 @@ def run(
             for seed in range(seeds):
                 torch.manual_seed(seed)
                 passes.clear()
-                TargetChoice.propose = propose or SHARED
-                output = model.generate(
-                    **inputs, assistant_model=draft_model, max_new_tokens=max_new_tokens, do_sample=True,
-                    temperature=temperature, top_k=0, num_assistant_tokens=draft_model.config.block_size - 1,
-                    speculation_type=None if propose else "dflash",
-                )  # fmt: skip
+                settings = {
+                    **inputs, "max_new_tokens": max_new_tokens, "do_sample": True, "temperature": temperature, "top_k": 0,
+                    "num_assistant_tokens": draft_model.config.block_size - 1,
+                }  # fmt: skip
+                if propose is None:
+                    output = model.generate(**settings, assistant_model=draft_model, speculation_type="dflash")
+                else:
+                    output, _ = speculative_generate(model, propose(draft_model, model), **settings)
                 tokens += output.shape[1] - inputs["input_ids"].shape[1] - 1
                 rounds += len(passes) - 1
             taus[way].append(tokens / rounds if rounds else float("nan"))
-    TargetChoice.propose = SHARED
     print(f"target {source}, drafter {drafter}, temperature {temperature}, {max_new_tokens} tokens, {seeds} seed(s)")
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, float32 on cpu\n")
     print("| proposal | tau | standard error over prompts |\n|---|---|---|")

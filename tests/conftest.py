@@ -7,7 +7,7 @@ import tokenizers
 import torch
 import transformers
 from dflash_hub import DFlashConfig, DFlashDraftModel
-from dflash_hub.generation_dflash import DFlashCandidateGenerator
+from dflash_hub.drafter_candidates import DFlashProposer
 from dflash_hub.hub_files import code_files
 from families import drafting
 
@@ -104,10 +104,10 @@ def prompt_of(length: int, seed: int = 0) -> torch.Tensor:
 @pytest.fixture
 def drafts_of(monkeypatch):
     """Make every drafter propose a known text: `drafts_of(kind, text)`, see `families.drafting`."""
-    run_drafter = DFlashCandidateGenerator.draft_logits
+    run_drafter = DFlashProposer.propose
 
     def replace(kind: str, text: torch.Tensor | None = None):
-        monkeypatch.setattr(DFlashCandidateGenerator, "draft_logits", drafting(kind, text, run_drafter))
+        monkeypatch.setattr(DFlashProposer, "propose", drafting(kind, text, run_drafter))
 
     return replace
 

@@ -1,7 +1,7 @@
 """Tiny random targets of every family that transformers has a causal language model for, and a trial of each.
 
 python tests/families.py docs/families.md            # all families: writes the table
-python tests/families.py docs/families.md llama ...   # some of them: writes their rows anew
+python tests/families.py docs/families.md llama ...   # some of them, printed only
 """
 
 import re
@@ -17,7 +17,7 @@ import torch
 import transformers
 from dflash_hub import DFlashDraftModel
 from dflash_hub.convert.init import _first, derive_config, target_skeleton
-from dflash_hub.generation_dflash import DFlashCandidateGenerator
+from dflash_hub.drafter_candidates import DFlashProposer
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -67,7 +67,6 @@ OWN = {
         "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 3,
         "activation_sparsity_pattern": [0.0] * 6, "intermediate_size": [64] * 6,
     },
-    "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4},
     "mamba2": {"expand": 2, "head_dim": 16, "n_groups": 1, "chunk_size": 8},
     "nemotron_h": {"n_groups": 1, "chunk_size": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 3},
@@ -142,37 +141,37 @@ def drafter_for(target, block_size: int = 5, **overrides) -> DFlashDraftModel:
 
 
 def drafting(kind: str, text: torch.Tensor | None, run_drafter):
-    """`draft_logits` of a drafter of known accuracy: random, half-right or oracle about `text`.
+    """`propose` of a drafter of known accuracy: random, half-right or oracle about `text`.
 
-    The drafter still runs, so that its inputs and its cache are exercised; only its logits are replaced: by the text's
-    tokens (oracle), by about half of them (half-right), or not at all (random).
+    The drafter still runs, so that its inputs and its cache are exercised; only its tokens are replaced: by the text's
+    (oracle), by about half of them (half-right), or not at all (random).
     """
 
-    def draft_logits(self, anchor, context, num_draft, attention_mask=None, counts=None):
-        logits = run_drafter(self, anchor, context, num_draft, attention_mask, counts)
-        for row in range(len(logits) if kind != "random" else 0):
+    def propose(self, anchor, num_draft_tokens, sampler):
+        draft = run_drafter(self, anchor, num_draft_tokens, sampler)
+        for row in range(len(anchor) if kind != "random" else 0):
             tokens = text[row].tolist()
             known = self.cache.get_seq_length() if self.seen is None else self.seen[row]
             padding = next(i for i, token in enumerate(tokens) if token != 0)  # no context of the drafter
-            for slot in range(num_draft):
-                index = padding + self.start + known + 1 + slot
+            for position in range(num_draft_tokens):
+                index = padding + self.start + known + 1 + position
                 right = tokens[index] if index < len(tokens) else 0
                 wrong = kind == "half-right" and (index + row) % 2 == 1 and index % 5 != 0
-                logits[row, slot, (right + 1) % logits.shape[-1] if wrong else right] = 1e4
-        return logits
+                draft.tokens[row, position] = (right + 1) % sampler.vocab_size if wrong else right
+        return draft
 
-    return draft_logits
+    return propose
 
 
 @contextmanager
 def drafts(kind: str, text: torch.Tensor):
     """Make every drafter propose a known text; see `drafting`."""
-    run_drafter = DFlashCandidateGenerator.draft_logits
-    DFlashCandidateGenerator.draft_logits = drafting(kind, text, run_drafter)
+    run_drafter = DFlashProposer.propose
+    DFlashProposer.propose = drafting(kind, text, run_drafter)
     try:
         yield
     finally:
-        DFlashCandidateGenerator.draft_logits = run_drafter
+        DFlashProposer.propose = run_drafter
 
 
 def equal_texts(
@@ -290,23 +289,17 @@ def _too_long(*args):
     raise TimeoutError("took more than 400 seconds of the processor")
 
 
-def rows_of(path: str | Path) -> list[tuple[str, str, str, str, str]]:
-    """(family, verdicts on one sequence, a batch in lockstep and a ragged batch, note) of each row of a table."""
-    one = "(" + "|".join(VERDICTS) + ")"
-    row = rf"^\| ([\w.-]+) \| {one} \| {one} \| {one} \| (.*) \|$"
-    return re.findall(row, Path(path).read_text(encoding="utf-8"), re.M)
-
-
 def main():
     signal.signal(signal.SIGPROF, _too_long)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     path, *families = sys.argv[1:]
-    rows = {name: (*verdicts, note) for name, *verdicts, note in rows_of(path)} if families else {}
+    rows = []
     for model_type in families or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        rows[model_type] = trial(model_type)
-        print("{:28} {:10} {:10} {:10} {}".format(model_type, *rows[model_type]), flush=True)
-    rows = [(name, *row) for name, row in sorted(rows.items())]
+        rows.append((model_type, *trial(model_type)))
+        print("{:28} {:10} {:10} {:10} {}".format(*rows[-1]), flush=True)
+    if families:
+        return
     counts = []
     for column, what in ((1, "one sequence"), (2, "a batch in lockstep"), (3, "a ragged batch")):
         found = Counter(row[column] for row in rows)

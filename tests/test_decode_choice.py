@@ -5,7 +5,8 @@ import weakref
 import pytest
 import torch
 from conftest import DRAFTERS, prompt_of, tiny_drafter, tiny_target
-from dflash_hub.decode_choice import GumbelNoise, TargetChoice, gumbel_argmax
+from dflash_hub.decode_choice import NO_DRAFT, GumbelNoise, Sampler, gumbel_argmax
+from dflash_hub.decode_state import TokenBuffer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -33,8 +34,18 @@ def chi_square(counts: torch.Tensor, exact: torch.Tensor) -> float:
     return ((statistic / (expected.numel() - 1)) ** (1 / 3) - (1 - spread)) / spread**0.5
 
 
-def choice_of(processors, seed=0, span=1):
-    return TargetChoice(LogitsProcessorList(processors), [GumbelNoise(seed, 0, span, torch.device("cpu"))])
+def sampler_of(text, processors, noises, lengths=None, vocab_size=9):
+    """A sampler behind the first `lengths` tokens of each sequence of a text; ragged where these differ."""
+    buffer = TokenBuffer(text, None)
+    buffer.lengths = [*(lengths or [text.shape[1]] * len(text))]
+    return Sampler(LogitsProcessorList(processors), buffer, noises, vocab_size, len({*buffer.lengths}) > 1)
+
+
+def chosen(sampler, logits):
+    """Choices and scores of logits (B, n, V) at the positions from the end of the sampler's text on."""
+    text = sampler.text
+    draft = torch.stack([ids[n : n + logits.shape[1] - 1] for ids, n in zip(text.ids, text.lengths)])
+    return sampler.choose_block(draft, logits, keep_scores=True)
 
 
 @pytest.mark.parametrize("name", WARPERS)
@@ -42,12 +53,11 @@ def test_choices_have_the_targets_distribution(name):
     """Against enumeration on nine tokens: total variation at most 0.02 with 60,000 draws."""
     draws, vocabulary = 60_000, 9
     logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(5)) * 1.5
-    text = torch.tensor([[2, 5, 5]])
-    choice = choice_of(WARPERS[name], span=draws)
-    scores = choice.choose_block(text, [3], logits[None], keep_scores=True)[1]
+    noise = GumbelNoise(0, 0, draws, torch.device("cpu"))
+    scores = chosen(sampler_of(torch.tensor([[2, 5, 5]]), WARPERS[name], [noise]), logits[None])[1]
     exact = scores.double().softmax(-1)[0, 0]
-    choices = choice.choose(scores.expand(-1, draws, -1), [0])
-    drawn = torch.bincount(choices[0], minlength=vocabulary) / draws
+    choices = gumbel_argmax(scores[0], noise.at(0, draws, vocabulary))
+    drawn = torch.bincount(choices, minlength=vocabulary) / draws
     assert 0.5 * (drawn - exact).abs().sum() < 0.02
     assert (drawn[exact == 0] == 0).all()
 
@@ -71,19 +81,19 @@ def test_a_position_without_a_possible_token_has_no_choice():
     scores = torch.tensor([[0.0, -torch.inf], [-torch.inf, -torch.inf], [torch.nan, 0.0]])
     noise = torch.zeros(3, 2)
     assert gumbel_argmax(scores, noise).tolist() == [0, -1, -1]
-    choice = choice_of([], span=3)
-    drafts = choice.propose(torch.zeros(1, 7, dtype=torch.long), [4], scores[None])
-    assert drafts[0, 1:].tolist() == [0, 0]  # a proposal is a token all the same
+    noises = [GumbelNoise(0, 0, 3, torch.device("cpu"))]
+    drafts = sampler_of(torch.zeros(1, 7, dtype=torch.long), [], noises, [4]).propose(scores[None])
+    assert drafts[0, 1:].tolist() == [NO_DRAFT, NO_DRAFT]
 
 
 def test_pitfall_10_same_distributions_propose_the_same():
     """Shared noise: the drafter agrees with the target whenever their distributions do."""
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
-    choice = choice_of([lp.TemperatureLogitsWarper(0.9), lp.RepetitionPenaltyLogitsProcessor(1.4)], span=6)
-    text = torch.zeros(1, 10, dtype=torch.long)
-    drafts = choice.propose(text, [4], logits[None]).clone()
-    assert torch.equal(text[:, 4:], drafts)
-    choices, scores = choice.choose_block(text, [4], logits[None])
+    processors = [lp.TemperatureLogitsWarper(0.9), lp.RepetitionPenaltyLogitsProcessor(1.4)]
+    text, noises = torch.zeros(1, 10, dtype=torch.long), [GumbelNoise(0, 0, 6, torch.device("cpu"))]
+    sampler = sampler_of(text, processors, noises, [4], vocab_size=40)
+    drafts = sampler.propose(logits[None])
+    choices, scores = sampler.choose_block(drafts[:, :-1], logits[None])
     assert torch.equal(choices, drafts) and scores is None
 
 
@@ -124,14 +134,12 @@ def test_a_block_is_chosen_as_its_positions_alone(name, apart, seeds):
     def noises(rows=slice(None)):
         return None if seeds is None else [GumbelNoise(seed, 4, 16, cpu) for seed in seeds[rows]]
 
-    processors = LogitsProcessorList(WARPERS[name])
-    choices, scores = TargetChoice(processors, noises(), 3 * apart).choose_block(text, starts, logits, keep_scores=True)
+    choices, scores = chosen(sampler_of(text, WARPERS[name], noises(), starts), logits)
     for row in range(3):
-        alone = TargetChoice(processors, noises(slice(row, row + 1)))
+        alone_noise = noises(slice(row, row + 1))
         for i in range(5):
-            choice, score = alone.choose_block(
-                text[row : row + 1], [starts[row] + i], logits[row : row + 1, i : i + 1], keep_scores=True
-            )
+            alone = sampler_of(text[row : row + 1], WARPERS[name], alone_noise, [starts[row] + i])
+            choice, score = chosen(alone, logits[row : row + 1, i : i + 1])
             assert torch.equal(choice[0, 0], choices[row, i])
             torch.testing.assert_close(score[0, 0], scores[row, i])
 

@@ -60,7 +60,7 @@ def test_pitfall_29_rows_equal_plain(family, kind, drafts_of):
 @pytest.mark.parametrize("kwargs", ({}, SLIDING_DRAFTER))
 def test_a_rows_drafts_are_those_of_its_own_run(kwargs, drafts_of, monkeypatch):
     """Pitfall 30: left padding, and what other rows accept, change no row's text nor what is drafted for it."""
-    from dflash_hub.generation_dflash import DFlashCandidateGenerator as Candidates
+    from dflash_hub.drafter_candidates import DFlashProposer as Candidates
 
     target, drafter, inputs = tiny_target("llama"), tiny_drafter(**kwargs), batch()
     plain = greedy(target, inputs, max_new_tokens=30)
@@ -205,7 +205,7 @@ def test_what_is_returned_for_rows(kind, drafts_of):
 
 
 def test_attentions_of_rows_are_refused_by_name():
-    with pytest.raises(ValueError, match="`output_attentions` is supported for one row, got 3"):
+    with pytest.raises(ValueError, match="`output_attentions` is supported for one sequence, got 3"):
         greedy(
             tiny_target("llama", attn_implementation="eager"), batch(), assistant_model=tiny_drafter(), max_new_tokens=4,
             output_attentions=True, return_dict_in_generate=True,

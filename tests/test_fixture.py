@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from dflash_hub import DFlashDraftModel
+from dflash_hub.drafter_heads import TargetHead
 from dflash_hub.target_model import raw_embeddings
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -30,7 +31,7 @@ def test_hidden_states_match(drafter, target, fixture_folder):
     tensors = load_file(fixture_folder / "reference.safetensors")
     out = drafter(tensors["noise_embeds"], tensors["context_hidden_states"]).last_hidden_state
     torch.testing.assert_close(out, tensors["last_hidden_state"], atol=1e-4, rtol=0)
-    drafts = drafter.draft_logits(out[:, 1:], target.get_output_embeddings()).argmax(-1)
+    drafts = TargetHead(drafter.config, target.get_output_embeddings())(out[:, 1:]).logits.argmax(-1)
     assert drafts.flatten().tolist() == tensors["draft_token_ids"].flatten().tolist()
     # The features and embeddings of the reference are what we take from the target.
     row = reference(fixture_folder)[0]

@@ -11,13 +11,13 @@ import pytest
 import torch
 import transformers
 from conftest import DRAFTERS, FAMILIES, VOCAB, expected_cut, prompt_of, tiny_drafter, tiny_target
-from dflash_hub import decode_clock, generation_dflash
+from dflash_hub import decode_clock, decode_memory, generation_dflash
+from dflash_hub.decode_memory import ScheduleMemory
 from dflash_hub.decode_schedule import DraftSchedule
-from dflash_hub.drafter_candidates import DFlashCandidateGenerator
-from dflash_hub.generation_dflash import ScheduleMemory
+from dflash_hub.drafter_candidates import DFlashProposer
 from dflash_hub.target_cache import cached_length
 from dflash_hub.target_model import CACHE, COUNTS_EMBEDDING
-from families import drafting, tiny_family
+from families import tiny_family
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -108,7 +108,7 @@ def test_pitfall_30_left_padding_changes_neither_text_nor_acceptance(drafts_of):
     mask = torch.cat([torch.zeros(1, 7, dtype=torch.long), torch.ones_like(ids)], dim=1)
     logits = []
     drafts_of("random")
-    from dflash_hub.generation_dflash import DFlashCandidateGenerator as Candidates
+    from dflash_hub.drafter_candidates import DFlashProposer as Candidates
 
     run = Candidates.draft_logits
     Candidates.draft_logits = lambda *args, **kwargs: logits.append(run(*args, **kwargs)[0]) or logits[-1][None]
@@ -557,7 +557,7 @@ def test_a_round_waits_for_the_device_once_and_copies_no_text(kind, drafts_of, m
         counts = HostReads(long=400)
         stand_ins = [(type(target), "forward")]
         if kind != "random":
-            stand_ins.append((generation_dflash.DFlashCandidateGenerator, "draft_logits"))
+            stand_ins.append((DFlashProposer, "propose"))
         with monkeypatch.context() as patched, counts:
             for owner, name in stand_ins:
                 patched.setattr(owner, name, counts.leave_out(getattr(owner, name)))
@@ -589,16 +589,20 @@ def test_logits_that_are_not_finite_end_drafting_in_a_call_and_change_no_text(va
         return output.sequences if "return_dict_in_generate" in call else output
 
     plain = text(0)
-    oracle, rounds = drafting("oracle", plain, DFlashCandidateGenerator.draft_logits), []
+    run, rounds = DFlashProposer.draft_logits, []
 
     def draft_logits(self, *args, **kwargs):
-        logits = oracle(self, *args, **kwargs)
+        logits = run(self, *args, **kwargs)
         rounds.append(logits.shape[1])
+        for row, token_ids in enumerate(plain.tolist()):
+            start = (self.cache.get_seq_length() if self.seen is None else self.seen[row]) + 1
+            for position, token in enumerate(token_ids[start : start + logits.shape[1]]):
+                logits[row, position, token] = 1e4
         if len(rounds) >= 3:
             logits[-1, 1] = value
         return logits
 
-    monkeypatch.setattr(DFlashCandidateGenerator, "draft_logits", draft_logits)
+    monkeypatch.setattr(DFlashProposer, "draft_logits", draft_logits)
     for _ in range(2):
         rounds.clear()
         assert text(4).equal(plain) and len(rounds) == 3
@@ -789,7 +793,7 @@ def test_pitfall_40_92_a_drafter_that_does_not_fit_is_named_once(number, monkeyp
     """Pitfalls 40, 92: with likely causes, and only where nearly nothing is accepted."""
     target, ids = tiny_target("llama"), prompt_of(10)
     plain, said = greedy(target, ids, max_new_tokens=60), []
-    monkeypatch.setattr(generation_dflash.logger, "warning", said.append)
+    monkeypatch.setattr(decode_memory.logger, "warning", said.append)
     monkeypatch.setattr(DraftSchedule, "next", lambda self, rows, context: 4 * (1 in self.statistics.target))
     for kind, warnings in (("half-right", 0), ("random", 1)):
         drafter = tiny_drafter()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import DRAFTERS, FAMILIES, prompt_of, tiny_drafter, tiny_target
 from dflash_hub import DFlashCandidateGenerator
+from dflash_hub.drafter_candidates import DFlashProposer
 from transformers import GenerationConfig, GenerationMixin
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "block_causal": [False, False]}
@@ -59,13 +60,27 @@ def test_the_route_can_be_stated_in_a_config():
     assert drafter.last_speculation == "untouched"
 
 
+def anchor_index(proposer) -> int:
+    """Index of the first draft token: all tokens before the anchor are in the drafter's cache."""
+    return proposer.cache.get_seq_length() + 1
+
+
 @pytest.mark.parametrize("do_sample", (False, True))
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("family", ("llama", "mistral"))
-def test_our_generator_inside_transformers_assisted_decoding(family, kind, do_sample, drafts_of, monkeypatch):
+def test_our_generator_inside_transformers_assisted_decoding(family, kind, do_sample, monkeypatch):
     target, drafter, ids = tiny_target(family), tiny_drafter(), prompt_of(10)
     plain = target.generate(ids, do_sample=False, max_new_tokens=24)
-    drafts_of(kind, plain)
+    run = DFlashProposer.draft_logits
+
+    def known(self, anchor, context, num_draft, attention_mask=None, counts=None):
+        logits, start = run(self, anchor, context, num_draft, attention_mask, counts), anchor_index(self)
+        for index in range(start, start + num_draft) if kind != "random" else ():
+            right = int(plain[0, index]) if index < plain.shape[1] else 0
+            logits[0, index - start, (right + (kind == "half-right" and index % 2)) % logits.shape[-1]] = 1e4
+        return logits
+
+    monkeypatch.setattr(DFlashProposer, "draft_logits", known)
     hooked = GenerationMixin.generate
     monkeypatch.setattr(GenerationMixin, "generate", hooked.__wrapped__)  # their loop, not ours
     monkeypatch.setattr(

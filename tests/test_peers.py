@@ -20,6 +20,7 @@ from dflash_hub import DFlashConfig, DFlashDraftModel
 from dflash_hub.convert.adopting import adopt
 from dflash_hub.convert.exporting import export_drafter
 from dflash_hub.convert.importing import import_drafter
+from dflash_hub.drafter_heads import TargetHead
 from safetensors.torch import load_file
 from test_formats import KINDS, drafter_of
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, dynamic_module_utils
@@ -155,7 +156,7 @@ def test_the_speculators_package_computes_what_ours_does(fields, tmp_path):
         theirs = made["hidden"][:, number * block : (number + 1) * block]
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
         # Slot 0 is the anchor; a shift by one slot or one tap would show here.
-        logits = drafter.draft_logits(ours, target.get_output_embeddings())
+        logits = TargetHead(drafter.config, target.get_output_embeddings())(ours).logits
         torch.testing.assert_close(
             logits, made["logits"][:, number * block : (number + 1) * block], rtol=1e-4, atol=1e-4
         )

@@ -278,7 +278,7 @@ def test_pitfall_45_chunked_prefill(chunk, kind, drafts_of, monkeypatch):
 
 @pytest.mark.parametrize("padded", (False, True))
 def test_chunks_give_the_drafter_the_same_context(padded, monkeypatch):
-    from dflash_hub.generation_dflash import DFlashCandidateGenerator as Candidates
+    from dflash_hub.drafter_candidates import DFlashProposer as Candidates
 
     target, drafter, ids = (
         tiny_target("llama"),

@@ -15,8 +15,9 @@ from brute_force import training_visibility
 from conftest import prompt_of, tiny_drafter, tiny_target
 from dflash_hub import DFlashDraftModel
 from dflash_hub.configuration_dflash import FULL, SLIDING
-from dflash_hub.drafter_candidates import DFlashCandidateGenerator
-from dflash_hub.target_model import raw_embeddings, tapped
+from dflash_hub.drafter_candidates import DFlashProposer
+from dflash_hub.drafter_heads import TargetHead
+from dflash_hub.target_model import raw_embeddings, tap_request, tapped
 from dflash_hub.training import evaluation
 from dflash_hub.training import train as training_run
 from dflash_hub.training import trainer as training_step
@@ -179,7 +180,7 @@ def train_layout(target, drafter, batch, anchors):
     rows, config = rows_of(batch), drafter.config
     context = row_context(target, batch, config.target_layer_ids)
     hidden = denoise(drafter, config, target, rows, context, anchors, torch.ones_like(anchors, dtype=torch.bool))
-    return drafter.draft_logits(hidden, target.get_output_embeddings())
+    return TargetHead(config, target.get_output_embeddings())(hidden).logits
 
 
 @pytest.mark.parametrize("kind", ["full", "causal", "sliding", "mixed"])
@@ -198,12 +199,13 @@ def test_pitfall_76_train_and_generate_layouts_give_the_same_logits(kind):
         trained = train_layout(target, drafter, batch, torch.tensor([[8, 15 + 7, 15 + 10]]))[0]
         for index, (row, anchor) in enumerate(((first, 8), (second, 7), (second, 10))):
             ids = torch.tensor([row["prompt_ids"] + row["answer_ids"]])
-            candidates = DFlashCandidateGenerator(drafter, target, BLOCK - 1)
-            outputs = target(ids[:, :anchor], **candidates.model_kwargs_overrides)
+            proposer = DFlashProposer(drafter, target)
+            request = tap_request(proposer.target_layer_ids)
+            outputs = target(ids[:, :anchor], output_hidden_states=request)
             states = tapped(outputs.hidden_states, target, drafter.config.target_layer_ids)
             # Context comes in two parts, as it does over rounds.
-            candidates.draft_logits(ids[:, 3:4], [s[:, :3] for s in states], BLOCK - 1)
-            logits = candidates.draft_logits(ids[:, anchor : anchor + 1], [s[:, 3:] for s in states], BLOCK - 1)
+            proposer.draft_logits(ids[:, 3:4], [s[:, :3] for s in states], BLOCK - 1)
+            logits = proposer.draft_logits(ids[:, anchor : anchor + 1], [s[:, 3:] for s in states], BLOCK - 1)
             torch.testing.assert_close(trained[index, 1:], logits[0], rtol=1e-4, atol=1e-4)
 
 

@@ -16,6 +16,7 @@ import torch
 from conftest import prompt_of, tiny_drafter
 from dflash_hub import generation_dflash as loop
 from dflash_hub.decode_clock import RoundClock
+from dflash_hub.drafter_candidates import DFlashProposer
 from dflash_hub.target_model import raw_embeddings
 from dflash_hub.training.trainer import DFlashTrainer
 from families import drafting
@@ -31,7 +32,7 @@ NO_DATA = {
     "train_dataset": [], "data_collator": None, "loss": None, "num_anchors": 4, "held_out": [], "eval_prompts": 0,
     "eval_new_tokens": 8,
 }  # fmt: skip
-RUN_DRAFTER = loop.DFlashCandidateGenerator.draft_logits
+RUN_DRAFTER = DFlashProposer.propose
 
 
 class OwnClock(RoundClock):
@@ -44,11 +45,11 @@ class OwnClock(RoundClock):
 
 @contextmanager
 def drafts(kind: str, text: torch.Tensor):
-    loop.DFlashCandidateGenerator.draft_logits = drafting(kind, text, RUN_DRAFTER)
+    DFlashProposer.propose = drafting(kind, text, RUN_DRAFTER)
     try:
         yield
     finally:
-        loop.DFlashCandidateGenerator.draft_logits = RUN_DRAFTER
+        DFlashProposer.propose = RUN_DRAFTER
 
 
 class StopAfter(StoppingCriteria):

@@ -16,7 +16,7 @@ from transformers.utils import cached_file
 from ..convert.card import RECORD
 from ..convert.checkpoint import read_json
 from ..demo.pair import end_tokens
-from ..drafter_candidates import DFlashCandidateGenerator
+from ..drafter_candidates import DFlashProposer
 from ..hub_files import nonfinite, nonfinite_sentence
 from ..target_model import check_pair, tap_request, tapped
 from .answers import encode
@@ -123,7 +123,7 @@ def taps_are_layer_outputs(drafter, target, ids: list[int]) -> Finding:
 
 def layouts_agree(drafter, target, row: dict) -> list[Finding]:
     """Training's layout (many blocks beside the whole text) and generation's give the same logits, and no block sees ahead."""
-    config, head = drafter.config, target.get_output_embeddings()
+    config = drafter.config
     batch = single_row(row, target.device)
     rows, length = rows_of(batch), batch["input_ids"].shape[1]
     anchor = len(row["prompt_ids"]) + (len(row["answer_ids"]) - 1) // 2
@@ -135,10 +135,10 @@ def layouts_agree(drafter, target, row: dict) -> list[Finding]:
         return denoise(drafter, config, target, rows, features, anchors, valid)[0]  # (blocks, K, H)
 
     trained = blocks(context)
-    candidates = DFlashCandidateGenerator(drafter, target, config.block_size - 1)
+    proposer = DFlashProposer(drafter, target)
     taps = list(context[:, :anchor].split(config.hidden_size, dim=-1))
-    generated = candidates.draft_logits(rows.input_ids[:, anchor : anchor + 1], taps, config.block_size - 1)[0]
-    logits = drafter.draft_logits(trained[-1, 1:].to(target.dtype), head)
+    generated = proposer.draft_logits(rows.input_ids[:, anchor : anchor + 1], taps, config.block_size - 1)[0]
+    logits = proposer.head(trained[-1, 1:].to(target.dtype)).logits
     if not generated.amax(-1).isfinite().all():
         dtype = str(drafter.dtype).removeprefix("torch.")
         return [

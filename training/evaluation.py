@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache
 
-from ..decode_choice import TargetChoice
-from ..decode_state import Stop
+from ..decode_choice import Sampler
+from ..decode_state import StoppingState, TokenBuffer
 from ..decode_statistics import Speculation
+from ..drafter_heads import TargetHead
 from ..target_model import PassLimits, embedding_rows
 from ..target_ranks import TargetRanks
 from .answers import PreparedCall
@@ -30,12 +31,12 @@ class GreedyCall:
     """What `generate` prepares for the greedy call that wrote an answer.
 
     Args:
-        choice: the target's logits processors, for this prompt.
+        sampler: the target's logits processors, for this prompt and answer.
         ended: whether the answer ends with an end token.
         limit: new tokens that the call allowed; None where an answer that ended does not say.
     """
 
-    choice: TargetChoice
+    sampler: Sampler
     ended: bool
     limit: int | None
 
@@ -54,7 +55,7 @@ class GreedyCall:
         call = PreparedCall.of(
             target, [row["prompt_ids"]], do_sample=False, max_new_tokens=max(limit or 0, len(answer))
         )
-        stop = Stop(call.criteria, 1, TargetRanks(target, 1))
+        stop = StoppingState(call.criteria, 1, TargetRanks(target, 1))
         if stop.others:
             raise ValueError(
                 f"rounds cannot be replayed under {type(stop.others[0]).__name__}, which the target's generation config asks "
@@ -76,15 +77,19 @@ class GreedyCall:
                 f"the target's generation config forces an end token at the limit, and the answer to {row['id']!r} does not say "
                 "what its limit was; make the answers again with `dflash-hub regenerate`."
             )
-        return cls(TargetChoice(call.processors, None), ended, limit if ended else len(answer))
+        text = TokenBuffer(torch.tensor([row["prompt_ids"] + answer], device=target.device), None)
+        sampler = Sampler(call.processors, text, None, embedding_rows(target), ragged=False)
+        return cls(sampler, ended, limit if ended else len(answer))
 
-    def draft_scores(self, text: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Processed scores (N, V) of draft logits (N, V) for `positions` (N,) of a `text` (1, S)."""
-        choice = self.choice.of_drafts
-        if choice.scores_only:  # they look at no prefix
-            return choice.choose_block(text, [0], logits[None], keep_scores=True)[1][0]
-        each = zip(positions.tolist(), logits[:, None, None])
-        scores = [choice.choose_block(text, [position], of_one, keep_scores=True)[1] for position, of_one in each]
+    def draft_scores(self, positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Process draft logits (N, V) for `positions` (N,) of prompt and answer: scores (N, V)."""
+        sampler, nothing = self.sampler.of_drafts, positions[None, :0]
+        if sampler.scores_only:  # they look at no prefix
+            return sampler.choose_block(nothing, logits[None], keep_scores=True)[1][0]
+        scores = []
+        for position, of_one in zip(positions.tolist(), logits[:, None, None]):
+            sampler.text.lengths = [position]  # as where the text has come so far
+            scores.append(sampler.choose_block(nothing, of_one, keep_scores=True)[1])
         return torch.cat(scores)[:, 0]
 
 
@@ -131,7 +136,7 @@ def right_drafts(
     batch, config = single_row(row, target.device), drafter.config
     rows = rows_of(batch)
     context = row_context(target, batch, layer_ids or config.target_layer_ids)
-    head, vocab_rows = target.get_output_embeddings(), embedding_rows(target)
+    head = TargetHead(config, target.get_output_embeddings(), embedding_rows(target))
     possible = (rows.answer_mask[0, :-1] & rows.answer_mask[0, 1:]).nonzero()[:, 0]
     counts = []
     for anchors in possible.split(blocks_at_once):
@@ -145,11 +150,10 @@ def right_drafts(
         for slot in range(config.block_size - 1):
             if len(alive) == 0:
                 break
-            logits = drafter.draft_logits(hidden[alive, slot, None].to(target.dtype), head)[:, 0]
+            logits = head(hidden[alive, slot].to(target.dtype)).logits  # (alive, V)
             logits = logits.to(target.device, torch.float32)
-            logits[:, vocab_rows:] = -torch.inf  # a padded head has rows that are no tokens
             finite = logits.amax(-1).isfinite()  # generation drafts nothing where they are not
-            drafts = call.draft_scores(rows.input_ids, anchors[0, alive] + slot + 1, logits).argmax(-1)
+            drafts = call.draft_scores(anchors[0, alive] + slot + 1, logits).argmax(-1)
             right = (drafts == labels[0, alive, slot]) & finite
             alive = alive[right & supervised[0, alive, slot]]
             count[alive] += 1

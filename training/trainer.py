@@ -10,6 +10,7 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
+from ..drafter_heads import TargetHead
 from ..hub_files import check_finite
 from ..modeling_dflash import DFlashDraftModel
 from ..target_ranks import sharding
@@ -249,10 +250,11 @@ class DFlashTrainer(Trainer):
             head, index = self._head
             labels = index.to(labels.device)[labels].clamp(min=0)  # what is supervised takes part
             target_head = head
+        scorer = TargetHead(drafter.config, head)
         right, count = [], supervised.sum()
 
         def loss_of(part: torch.Tensor, which: slice) -> torch.Tensor:
-            logits = drafter.draft_logits(part.to(self.target.dtype), head).float()
+            logits = scorer(part.to(self.target.dtype)).logits.float()
             teacher_logits = None if teacher is None else target_head(teacher[which].to(self.target.dtype)).float()
             right.append((logits.argmax(-1) == labels[which]) & supervised[which])
             return self.block_loss(logits, labels[which], supervised[which], teacher_logits)

@@ -1,0 +1,59 @@
+"""Heads: from the hidden states of a block to the scores of candidate tokens.
+
+Walking a chain, building a tree, replaying rounds and the training loss all ask a head in the same way:
+`head(hidden_states, previous_tokens, state) -> Candidates`.
+
+Legend of shapes: ... any, H hidden, C candidates (the vocabulary, for the head of the target).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass
+class Candidates:
+    """Scores of the tokens that may stand at each position.
+
+    Args:
+        logits: (..., C).
+        ids: (..., C) token ids of the candidates; None where they are the whole vocabulary, in order.
+        confidence: (...) log probability that the position is accepted, where a head has one.
+        state: what the head carries on along a path; None where it looks at no earlier token.
+    """
+
+    logits: torch.Tensor
+    ids: torch.LongTensor | None = None
+    confidence: torch.Tensor | None = None
+    state: torch.Tensor | None = None
+
+
+class TargetHead:
+    """Scores the whole vocabulary with the target's LM head, scaled as the drafter was trained.
+
+    It looks at no previous token, so all positions of a block are answered in one call. The module is called and never
+    read: a quantized one has no dense weight.
+
+    Args:
+        config: of the drafter.
+        module: the target's output embeddings.
+        num_tokens: tokens that the target can embed; a module padded beyond them gets -inf there. None keeps its rows.
+    """
+
+    looks_back = False
+
+    def __init__(self, config, module: nn.Module, num_tokens: int | None = None):
+        self.module, self.num_tokens = module, num_tokens
+        self.multiplier, self.softcapping = config.output_multiplier, config.final_logit_softcapping
+
+    def __call__(self, hidden_states: torch.Tensor, previous_tokens=None, state=None) -> Candidates:
+        """Score the tokens after `hidden_states` (..., H), which are after the drafter's final norm."""
+        logits = self.module(hidden_states)
+        if self.multiplier != 1.0:
+            logits = logits * self.multiplier
+        if self.softcapping is not None:
+            logits = torch.tanh(logits / self.softcapping) * self.softcapping
+        if self.num_tokens is not None and logits.shape[-1] > self.num_tokens:
+            logits[..., self.num_tokens :] = -torch.inf
+        return Candidates(logits)
