@@ -1,4 +1,4 @@
-"""Every argument of generate and every field of GenerationConfig is honoured, refused by name, or idle, and says so."""
+"""Every argument of generate and every field of GenerationConfig is supported, raises by name, or is ignored, and says so."""
 
 import inspect
 import re
@@ -36,9 +36,9 @@ def test_every_field_is_classified():
 
 
 def test_the_table_is_the_code():
-    groups = {"honoured": HONOURED_FIELDS, "refused": set(REFUSED_FIELDS), "idle": IDLE_FIELDS}
+    groups = {"supported": HONOURED_FIELDS, "raises": set(REFUSED_FIELDS), "ignored": IDLE_FIELDS}
     assert rows("Fields of GenerationConfig") == {name: group for group, names in groups.items() for name in names}
-    groups = {"honoured": HONOURED_ARGUMENTS, "refused": set(REFUSED_ARGUMENTS)}
+    groups = {"supported": HONOURED_ARGUMENTS, "raises": set(REFUSED_ARGUMENTS)}
     assert rows("Arguments") == {name: group for group, names in groups.items() for name in names}
 
 

@@ -25,10 +25,10 @@ PLACES = {
 # Sizes that fit a tiny model; what a command does stays the same.
 SMALLER = {
     "regenerate": "--max-new-tokens 12",
-    "train": "--max-steps 2 --layers 1 --block-size 4 --held-out 3 --eval-prompts 2 --eval-new-tokens 6 --evaluations 1",
+    "train": "--max-steps 2 --layers 1 --block-size 4 --validation 3 --eval-prompts 2 --eval-new-tokens 6 --evaluations 1",
     "check": "--count 1 --max-new-tokens 8 --prompts prompts.jsonl",
-    "bench": "--count 2 --max-new-tokens 8 --methods plain,ours",
-    "align": "--count 8 --max-new-tokens 12 --max-steps 2 --held-out 3 --eval-prompts 2 --evaluations 1",
+    "bench": "--count 2 --max-new-tokens 8 --methods baseline,ours",
+    "align": "--count 8 --max-new-tokens 12 --max-steps 2 --validation 3 --eval-prompts 2 --evaluations 1",
     "generate": "--max-new-tokens 8",
 }
 ELSEWHERE = {"push", "demo"}  # needs the Hub (tests/test_push.py) or a real target (tests/test_cli.py)
@@ -76,9 +76,42 @@ def test_the_readmes_commands_run_one_after_the_other(tmp_path, monkeypatch):
     assert {"init", "import", "export", "inspect", "regenerate", "train", "check", "align", "bench"} <= ran
 
 
+# ------------------------------------------------------------------------------------------------------ what is read first
+
+
+def words_of(text: str) -> int:
+    """Count the words of prose: no front matter, code or tables."""
+    text = re.sub(r"\A---\n.*?^---$", "", text, flags=re.M | re.S)
+    text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    return len(" ".join(line for line in text.splitlines() if not line.startswith("|")).split())
+
+
+def test_the_readme_shows_the_snippet_and_the_results_first_and_is_short():
+    assert words_of(README[: README.index("```python")]) <= 120
+    assert words_of(README[: README.index("\n| dataset | acceptance length |")]) <= 200
+    assert words_of(README) <= 700
+
+
+def test_how_to_pages_are_short_and_hold_no_provenance():
+    assert words_of((ROOT / "docs/training.md").read_text(encoding="utf-8")) <= 900
+    for page in PAGES:
+        if page.parent.name in ("docs", "internals") and page.name != "families.md":  # that one is generated
+            text = page.read_text(encoding="utf-8")
+            assert not re.search(r"\bcommit [0-9a-f]{7}|\bEPYC\b|20\d\d-\d\d-\d\d(?!-)", text), page
+
+
+def test_every_link_to_a_file_of_the_repository_leads_somewhere():
+    for page in PAGES:
+        for link in re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), (page, link)
+
+
 # ------------------------------------------------------------------------------------------------- what is named exists
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES += [
+    page for folder in ("docs", "docs/internals", "docs/results") for page in sorted((ROOT / folder).glob("*.md"))
+]
 
 
 def code_of(text: str) -> list[str]:
