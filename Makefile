@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The suite runs on one core per worker: two torch processes with all threads each only get in each other's way.
 WORKERS ?= 2
 
-.PHONY: demo app space test test-oldest test-slow browser screenshots lint peers clean
+.PHONY: demo app space test test-oldest test-slow fuzz browser screenshots lint peers clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -22,6 +22,11 @@ test: $(VENV)/.test $(VENV)/.demo
 
 test-slow: $(VENV)/.test $(VENV)/.demo $(VENV)/.quant
 	$(BIN)/python -m pytest -m slow
+
+# Random calls against plain `generate`, over all families. Cases that failed are kept in .hypothesis/ and tried first next time.
+FUZZ_MINUTES ?= 60
+fuzz: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzzing.py --minutes $(FUZZ_MINUTES)
 
 # Needs Debian's packages chromium and chromium-driver.
 browser: $(VENV)/.test $(VENV)/.demo $(VENV)/.app

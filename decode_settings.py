@@ -201,12 +201,24 @@ def with_healed_tokens(target: PreTrainedModel, resolved: GenerationConfig, call
         raise ValueError("`token_healing` needs a prompt of token ids.")
     healed = target.heal_tokens(ids, call["tokenizer"])
     mask = call.get("attention_mask")
-    if mask is not None and healed.shape != ids.shape:
+    passed = mask is not None
+    if not passed:
+        mask = _implied_mask(ids, resolved)  # `generate` infers it before it heals
+    if healed.shape == ids.shape:
+        call = call | {"attention_mask": mask}
+    elif passed or not bool(mask.all()):
         raise ValueError(
             f"`token_healing` made the prompt {healed.shape[1]} tokens long, and its attention mask has {mask.shape[1]}. Pass "
             "the prompt without spaces at its ends, or heal it beforehand with `target.heal_tokens`."
         )
     return _with_field(target, call | {name: healed}, "token_healing", False)
+
+
+def _implied_mask(ids: torch.LongTensor, resolved: GenerationConfig) -> torch.LongTensor:
+    """The attention mask (B, length) that `generate` infers where none is passed: padding is told by its token."""
+    pad, ends = resolved.pad_token_id, resolved.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    return torch.ones_like(ids) if pad is None or pad in ends else (ids != pad).long()
 
 
 def _with_field(target: PreTrainedModel, call: dict, name: str, value) -> dict:

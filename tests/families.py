@@ -18,7 +18,9 @@ import transformers
 from dflash_hub import DFlashDraftModel
 from dflash_hub.convert.init import _first, derive_config, target_skeleton
 from dflash_hub.drafter_candidates import DFlashProposer
-from transformers import AutoModelForCausalLM
+from dflash_hub.target_model import CACHE
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers.cache_utils import Cache, QuantizedLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -78,13 +80,13 @@ OWN = {
 }  # fmt: skip
 
 
-def tiny_config(model_type: str, **overrides):
+def tiny_config(model_type: str, layers: int = LAYERS, **overrides):
     """The family's configuration at a tiny size, whatever it calls its sizes."""
     config_class = CONFIG_MAPPING[model_type]
     default = config_class()
     if default.is_encoder_decoder:
         target_skeleton(default)  # refuses, with the package's sentence
-    sizes = small_sizes(default) | OWN.get(model_type, {}) | overrides
+    sizes = _cut(small_sizes(default) | OWN.get(model_type, {}), layers) | overrides
     while True:
         try:
             return config_class(**sizes)
@@ -94,6 +96,20 @@ def tiny_config(model_type: str, **overrides):
             if name not in sizes:
                 raise
             del sizes[name]
+
+
+def _cut(sizes: dict, layers: int) -> dict:
+    """The same sizes for fewer layers."""
+    cut = {}
+    for name, value in sizes.items():
+        if isinstance(value, dict):
+            value = _cut(value, layers)
+        elif name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
+            value = layers
+        elif isinstance(value, list) and len(value) == LAYERS:
+            value = value[:layers]
+        cut[name] = value
+    return cut
 
 
 def small_sizes(default) -> dict:
@@ -133,11 +149,42 @@ def tiny_family(model_type: str, **overrides):
 
 def drafter_for(target, block_size: int = 5, **overrides) -> DFlashDraftModel:
     torch.manual_seed(1)
-    config = derive_config(target, VOCAB - 1, 1, block_size, TAPS, None, [])
+    taps = [tap for tap in TAPS if tap < target.config.get_text_config(decoder=True).num_hidden_layers - 1]
+    config = derive_config(target, VOCAB - 1, 1, block_size, taps, None, [])
     config.num_draft_tokens = block_size - 1  # counts are compared
     for name, value in overrides.items():
         setattr(config, name, value)
     return DFlashDraftModel(config).eval()
+
+
+class RoundedLayer(QuantizedLayer):
+    """A quantized layer without a backend: coarse, so that what is quantized when shows in the text."""
+
+    def __init__(self):
+        super().__init__(residual_length=7)
+
+    def _quantize(self, tensor, axis=0):
+        return (tensor * 3).round() / 3
+
+    def _dequantize(self, tensor):
+        return tensor
+
+
+def caches(name: str, target) -> dict:
+    """Arguments of generate that ask for a kind of cache; a passed object is a new one each time."""
+    if name in ("static", "dynamic"):
+        return {"cache_implementation": name}
+    config = target.config.get_text_config(decoder=True)
+    made = {
+        "passed dynamic": lambda: DynamicCache(config=config),
+        "passed without a config": lambda: DynamicCache(),
+        "passed static": lambda: StaticCache(config=config, max_cache_len=64),
+        "quantised": lambda: Cache(layers=[RoundedLayer() for _ in range(config.num_hidden_layers)]),
+        "fp8": lambda: Cache(
+            layers=[transformers.cache_utils.Fp8QuantizedLayer() for _ in range(config.num_hidden_layers)]
+        ),
+    }
+    return {CACHE: made[name]()}
 
 
 def drafting(kind: str, text: torch.Tensor | None, run_drafter):
@@ -152,7 +199,7 @@ def drafting(kind: str, text: torch.Tensor | None, run_drafter):
         for row in range(len(anchor) if kind != "random" else 0):
             tokens = text[row].tolist()
             known = self.cache.get_seq_length() if self.seen is None else self.seen[row]
-            padding = next(i for i, token in enumerate(tokens) if token != 0)  # no context of the drafter
+            padding = next((i for i, token in enumerate(tokens) if token != 0), 0)  # no context of the drafter
             for position in range(num_draft_tokens):
                 index = padding + self.start + known + 1 + position
                 right = tokens[index] if index < len(tokens) else 0

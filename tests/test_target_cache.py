@@ -9,9 +9,9 @@ import transformers
 from conftest import DRAFTERS, prompt_of, tiny_drafter, tiny_target
 from dflash_hub import target_cache, target_check
 from dflash_hub.target_model import CACHE
-from families import equal_texts, tiny_family
+from families import caches, equal_texts, tiny_family
 from transformers import DynamicCache, LogitsProcessor, StaticCache, StoppingCriteria
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, QuantizedLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 HYBRIDS = ("qwen3_next", "qwen3_5", "bamba", "lfm2")
 
@@ -88,34 +88,6 @@ def test_a_cache_with_more_than_layers_is_refused_by_name():
 
 
 # ------------------------------------------------------------------------------------------------- kinds of caches
-
-
-class _Rounded(QuantizedLayer):
-    """A quantised layer without a backend: coarse, so that what is quantised when shows in the text."""
-
-    def __init__(self):
-        super().__init__(residual_length=7)
-
-    def _quantize(self, tensor, axis=0):
-        return (tensor * 3).round() / 3
-
-    def _dequantize(self, tensor):
-        return tensor
-
-
-def caches(name: str, target) -> dict:
-    """Arguments of generate that ask for a kind of cache; a passed object is a new one each time."""
-    if name in ("static", "dynamic"):
-        return {"cache_implementation": name}
-    config = target.config.get_text_config(decoder=True)
-    made = {
-        "passed dynamic": lambda: DynamicCache(config=config),
-        "passed without a config": lambda: DynamicCache(),
-        "passed static": lambda: StaticCache(config=config, max_cache_len=64),
-        "quantised": lambda: Cache(layers=[_Rounded() for _ in range(config.num_hidden_layers)]),
-        "fp8": lambda: Cache(layers=[transformers.cache_utils.Fp8QuantizedLayer() for _ in target.model.layers]),
-    }
-    return {CACHE: made[name]()}
 
 
 KINDS = ("dynamic", "static", "passed dynamic", "passed without a config", "passed static", "quantised", "fp8")
