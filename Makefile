@@ -26,7 +26,7 @@ test-slow: $(VENV)/.test $(VENV)/.demo $(VENV)/.quant
 # Random calls against plain `generate`, over all families. Cases that failed are kept in .hypothesis/ and tried first next time.
 FUZZ_MINUTES ?= 60
 fuzz: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzzing.py --minutes $(FUZZ_MINUTES)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m helpers.fuzzing --minutes $(FUZZ_MINUTES)
 
 # Needs Debian's packages chromium and chromium-driver.
 browser: $(VENV)/.test $(VENV)/.demo $(VENV)/.app
@@ -37,8 +37,8 @@ screenshots: $(VENV)/.test $(VENV)/.demo $(VENV)/.app
 
 test-oldest: .venv-oldest/.test
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n $(WORKERS) -m "not slow and not peers and not browser" \
-		tests/test_configuration_dflash.py tests/test_modeling_dflash.py tests/test_generation_dflash.py \
-		tests/test_decode_choice.py tests/test_native_route.py tests/test_remote_code.py tests/test_families.py tests/test_adopting.py
+		tests/hub/test_configuration_dflash.py tests/hub/test_modeling_dflash.py tests/hub/test_generation_dflash.py \
+		tests/hub/test_decode_choice.py tests/hub/test_native_route.py tests/hub/test_remote_code.py tests/hub/test_families.py tests/convert/test_adopting.py
 
 peers: $(VENV)/.test $(VENV)/.demo .venv-peers/.zlab .venv-speculators/.speculators .venv-engines/.files
 	$(BIN)/python -m pytest -m peers

@@ -7,26 +7,21 @@ and the report that is made of them.
 import dataclasses
 import itertools
 import json
-import platform
 import random
-import resource
-import subprocess
-import sys
 import tempfile
-from collections import Counter
-from datetime import UTC, datetime
 from pathlib import Path
 
 import accelerate
 import torch
 import transformers
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..convert.checkpoint import read_json
-from ..demo.pair import dtype_of, in_mode, room_for_answer
+from ..common.console import progress_bar
+from ..common.files import appending, complete_lines, read_json, refuse_repeated
+from ..common.identity import identify
+from ..common.loading import dtype_of, in_mode, room_for_answer
+from ..common.provenance import environment, peak_bytes
 from ..hub_files import check_finite, write_text
 from ..modeling_dflash import DFlashDraftModel
-from ..training.identity import identify
 from .methods import make_method
 
 TIE = 1e-4  # float32: two passes that differ by rounding may choose differently between scores this close
@@ -179,29 +174,6 @@ def run_bench(
     bench.state.wait_for_everyone()
 
 
-def refuse_repeated(what: str, names: list[str]):
-    if again := repeated(names):
-        raise ValueError(
-            f"several times the {what} {again[0]!r}, so its records could not be told apart; name it once."
-        )
-
-
-def repeated(names) -> list:
-    """What is named more than once."""
-    return [name for name, count in Counter(names).items() if count > 1]
-
-
-def progress_bar(disable: bool = False) -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, disable=disable, transient=True)
-
-
 def measure(bench: Bench, runners: dict, set_name: str, row: dict, seed: int):
     """Yield one record a method and turn. The order of methods is shuffled by prompt; plain goes first, as the yardstick."""
     messages, greedy = [], not bench.settings["do_sample"]
@@ -238,18 +210,6 @@ def _warm_up(bench: Bench, runners: dict, row: dict):
         plain_ids = run.new_ids if name == "plain" else plain_ids
 
 
-def peak_bytes() -> int:
-    """Peak memory of this process so far: of the GPU where there is one, else resident."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resident_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-
-
-def resident_bytes(maxrss: int) -> int:
-    """A peak as the system notes it: macOS counts in bytes, others in kilobytes."""
-    return maxrss if sys.platform == "darwin" else maxrss * 1024
-
-
 def _open_folder(output: Path, settings: dict, origin: dict):
     path = output / "settings.json"
     if path.exists():
@@ -279,25 +239,6 @@ def read_settings(folder: Path) -> dict:
     return read_json(path, "settings", "provenance")
 
 
-def appending(path: Path):
-    """A file of JSON lines, open for further ones: a line that an interruption cut is ended first."""
-    cut = path.exists() and not (b"\n" + path.read_bytes()).endswith(b"\n")
-    file = path.open("a", encoding="utf-8")
-    file.write("\n" * cut)
-    return file
-
-
-def complete_lines(path: Path) -> list[dict]:
-    """Of a file of JSON lines, where it exists; a line that an interruption cut is left out."""
-    entries = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            entries.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return entries
-
-
 def read_records(folder: Path) -> list[dict]:
     """All complete lines; a line that an interruption cut is measured again."""
     return [record for path in sorted(folder.glob("records-*.jsonl")) for record in complete_lines(path)]
@@ -306,46 +247,3 @@ def read_records(folder: Path) -> list[dict]:
 def provenance(command: str, bench: Bench) -> dict:
     """Where a number comes from: it stands beside every report."""
     return {"command": command, **environment(), "processes": bench.state.num_processes}
-
-
-def environment() -> dict:
-    """Code, machine and versions of this run."""
-    return {
-        "commit": commit(),
-        "date": datetime.now(UTC).isoformat(timespec="minutes"),
-        "device": device_name(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def origin(command: str) -> str:
-    """The same in a line, for below a table."""
-    of = environment()
-    return f"`{command}`, commit {of['commit']}, {of['date']}, {of['device']}, torch {of['torch']}, transformers {of['transformers']}"
-
-
-def commit() -> str:
-    """Of this checkout; a package that was installed from elsewhere has none."""
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=9"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-    )
-    return git.stdout.strip() or "not a git checkout"
-
-
-def device_name() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"CPU, {torch.get_num_threads()} threads, {_processor()}"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())

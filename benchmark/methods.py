@@ -230,7 +230,7 @@ class Zlab:
             raise ValueError(f"z-lab's package is not installed at {ZLAB_PYTHON}; run `make peers`.")
         if bench.settings["do_sample"]:
             raise ValueError("zlab is measured greedily only.")
-        worker = Path(__file__).with_name("zlab_worker.py")
+        worker = Path(__file__).with_name("baselines") / "zlab_worker.py"
         arguments = [bench.zlab_folder(), bench.target_path, str(bench.target.dtype).removeprefix("torch.")]
         self.process = subprocess.Popen(
             [ZLAB_PYTHON, worker, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

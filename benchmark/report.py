@@ -1,11 +1,10 @@
 """Tables, comparison and plots of a benchmark folder. What each figure means stands in the report itself."""
 
-import itertools
 import json
-import random
 from collections import defaultdict
 from pathlib import Path
 
+from ..common.tables import interval, over_prompts, table
 from ..hub_files import write_text
 from .bench import TIE, read_records, read_settings
 from .rows import summarise_rows
@@ -23,26 +22,6 @@ DEFINITIONS = """\
   within 1e-4 at the first differing token (float32; half precision has wider ties, which are counted but not excused).
 - **slot k**: of the rounds that drafted slot k, the share that accepted slots 1 to k (cumulative), and the share of those
   that accepted slots 1 to k - 1 (conditional)."""
-
-
-def bootstrap(prompts: list, statistic, draws: int = 1000) -> tuple[float, float, float]:
-    """(value, low, high): a statistic of a list of prompts and its 95% interval over resampled prompts."""
-    chooser = random.Random(0)
-    values = sorted(statistic(chooser.choices(prompts, k=len(prompts))) for _ in range(draws))
-    return statistic(prompts), values[int(0.025 * draws)], values[int(0.975 * draws) - 1]
-
-
-def over_prompts(items: list, prompt_of, statistic) -> tuple[float, float, float]:
-    """`bootstrap` over the prompts of texts: turns of one prompt depend on each other, and are drawn together.
-
-    Args:
-        prompt_of: the prompt's id of an item.
-        statistic: of a list of items.
-    """
-    prompts = defaultdict(list)
-    for item in items:
-        prompts[prompt_of(item)].append(item)
-    return bootstrap(list(prompts.values()), lambda drawn: statistic(list(itertools.chain(*drawn))))
 
 
 def tau_of(records: list[dict]) -> float:
@@ -105,15 +84,6 @@ def summarise(folder: Path) -> list[dict]:
             }
         )
     return rows
-
-
-def interval(value, digits=2) -> str:
-    return "-" if value is None else f"{value[0]:.{digits}f} [{value[1]:.{digits}f}, {value[2]:.{digits}f}]"
-
-
-def table(head: list[str], rows: list[list]) -> str:
-    lines = ["| " + " | ".join(map(str, head)) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
 
 
 def markdown(folder: Path, rows: list[dict], compare: Path | None) -> str:

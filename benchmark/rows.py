@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from ..common.files import appending, complete_lines
+from ..common.loading import cut_at_end, end_tokens, left_padded, pad_token
 from ..decode_statistics import Speculation
-from ..demo.pair import end_tokens
-from .bench import appending, complete_lines
 
 METHODS = ("plain", "ours")  # of what `--methods` names; transformers' and z-lab's loops take one row
 
@@ -78,25 +78,6 @@ def batch_inputs(bench, prompts: list[dict]) -> dict:
     """Left-padded ids and mask of the first turns."""
     encoded = [bench.inputs(row["messages"][:1])["input_ids"][0].tolist() for row in prompts]
     return left_padded(encoded, pad_token(bench.target, bench.tokenizer), bench.target.device)
-
-
-def left_padded(rows: list[list[int]], pad: int, device) -> dict:
-    """What `generate` takes for rows of different lengths: ids and mask (rows, longest), and the padding token."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-    return {"input_ids": ids, "attention_mask": mask, "pad_token_id": pad}
-
-
-def pad_token(target, tokenizer) -> int:
-    """The tokenizer's padding token, else an end token, which nothing is generated after."""
-    return next(i for i in (tokenizer.pad_token_id, *sorted(end_tokens(target)), 0) if i is not None)
-
-
-def cut_at_end(ids: list[int], ends: set[int]) -> list[int]:
-    """Up to the first end token and with it; what follows in a batch is padding."""
-    end = next((i for i, token in enumerate(ids) if token in ends), len(ids) - 1)
-    return ids[: end + 1]
 
 
 def run(

@@ -9,10 +9,10 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from ..benchmark.report import interval, table
+from ..common.files import in_a_line, read_json
+from ..common.tables import interval, table
 from ..configuration_dflash import SLIDING, DFlashConfig
 from ..hub_files import CARD_MARK, write_text
-from .checkpoint import in_a_line, read_json
 from .engines import TITLES, TYPED, export_and_serve, obstacles, remarks
 from .reading import read_ours
 

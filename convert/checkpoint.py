@@ -11,10 +11,11 @@ from huggingface_hub import is_offline_mode, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 
+from ..common.files import in_a_line, read_json
+
 # Bytes of a tensor that are in memory at a time.
 PIECE = 32 * 2**20
 # A config or an index beyond this is no config or index.
-LARGEST_JSON = 64 * 2**20
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 # Where a stack puts weights and config inside of its output folder, beside the folder itself.
@@ -160,29 +161,6 @@ def local_folder(source: str, revision: str | None = None, allow_pickle: bool = 
         raise OSError(f"{source!r} is no folder here, and no id of a repository: {error}") from error
     except OSError as error:
         raise OSError(f"cannot read {source!r}: {error}") from error
-
-
-def in_a_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def read_json(path: Path, *fields: str) -> dict:
-    """The object in a file, which must have `fields`.
-
-    Raises:
-        ValueError: it is no JSON object, or lacks one of them; names the file.
-    """
-    if path.stat().st_size > LARGEST_JSON:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes; that is no config and no index.")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON, truncated perhaps: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold a JSON object, it holds a {type(found).__name__}.")
-    if missing := [name for name in fields if name not in found]:
-        raise ValueError(f"{path} lacks {', '.join(missing)}; it is damaged, or was not written by dflash-hub.")
-    return found
 
 
 def _safetensors_files(home: Path) -> dict[Path, set[str] | None]:

@@ -1,6 +1,6 @@
 """Which engines serve a drafter: with what command, in which layout, and what stands in the way.
 
-Read in the engines' own loaders: vLLM 0.33.0, SGLang 0.5.23, z-lab's package 0.1.0 (what they require is restated in `tests/engine_rules.py`).
+Read in the engines' own loaders: vLLM 0.33.0, SGLang 0.5.23, z-lab's package 0.1.0 (what they require is restated in `tests/helpers/engine_rules.py`).
 """
 
 import json

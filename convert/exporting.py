@@ -6,11 +6,11 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..common.files import new_folder
 from ..configuration_dflash import DFlashConfig
 from ..hub_files import write_text
 from .checkpoint import write_tensors
 from .engines import TITLES, TYPED, obstacles, remarks, serve_command
-from .folders import new_folder
 from .names import renamed
 from .reading import LAYOUTS, Target, read_drafter, read_target, target_tensors
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from ..common.files import new_folder
 from ..configuration_dflash import DFlashConfig
 from ..modeling_dflash import DFlashDraftModel
 from .checkpoint import InMemory, Stored, write_tensors
-from .folders import new_folder
 from .reading import LAYOUTS, OURS, check_borrowed, read_drafter
 
 

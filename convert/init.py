@@ -17,11 +17,11 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
+from ..common.files import new_folder
 from ..configuration_dflash import FULL, SLIDING, STATIC_ROPE_TYPES, DFlashConfig, spread_target_layer_ids
 from ..modeling_dflash import DFlashDraftModel
 from ..target_model import embedding_rows, embedding_width
 from .checkpoint import read_index, tensors_of
-from .folders import new_folder
 
 MOST_DEPTH = 4  # of a drafter, as a multiple of its target's: tiny targets are tried with the default depth
 MOST_BLOCK = 256

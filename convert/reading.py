@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from transformers.utils import cached_file
 
+from ..common.files import in_a_line
 from ..configuration_dflash import DFlashConfig, check_stated, read_config_dict
 from ..hub_files import nonfinite_sentence
 from . import native, speculators, zlab
-from .checkpoint import DTYPES, Checkpoint, InMemory, Stored, in_a_line, open_checkpoint, tensors_of
+from .checkpoint import DTYPES, Checkpoint, InMemory, Stored, open_checkpoint, tensors_of
 from .init import borrowed_names, read_target_config, recorded_name, target_skeleton, weight_files
 from .names import Match, expected_shapes, match
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
+from ..common.loading import end_tokens, in_mode
 from ..decode_statistics import Speculation
 from ..target_cache import cached_length
 from ..target_model import CACHE
-from .pair import DraftStreamer, Pair, end_tokens, in_mode
+from .pair import DraftStreamer, Pair
 
 DRAFTED, PLAIN = "\x1b[32m", "\x1b[0m"  # of a terminal
 

@@ -9,46 +9,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..common.loading import DTYPES, in_mode, room_for_answer
+from ..common.smollm2 import smollm2
 from ..decode_statistics import Speculation
 from ..modeling_dflash import DFlashDraftModel
-from .smollm2 import smollm2
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Raises ValueError for a name that is not in `DTYPES`."""
-    if name not in DTYPES:
-        raise ValueError(f"--dtype {name!r} is none of {', '.join(DTYPES)}.")
-    return DTYPES[name]
-
-
-def in_mode(thinking: bool | None) -> dict:
-    """Keyword arguments of a chat template for a thinking mode; None leaves the template's default."""
-    return {} if thinking is None else {"enable_thinking": thinking}
-
-
-def end_tokens(target) -> set[int]:
-    """The tokens that end a text of `target`."""
-    ends = target.generation_config.eos_token_id
-    return set(ends if isinstance(ends, list) else [ends]) - {None}
-
-
-def room_for_answer(target, prompt_tokens: int) -> int | None:
-    """Tokens that an answer can have; None where the target's config sets no limit.
-
-    Raises:
-        ValueError: the prompt leaves none.
-    """
-    positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if not isinstance(positions, int):
-        return None
-    if prompt_tokens >= positions:
-        raise ValueError(
-            f"the prompt has {prompt_tokens} tokens, and the target has {positions} positions for prompt and answer "
-            "together; shorten the prompt."
-        )
-    return positions - prompt_tokens
 
 
 class Pair:

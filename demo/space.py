@@ -9,7 +9,7 @@ import shutil
 from importlib.metadata import version
 from pathlib import Path
 
-from ..convert.folders import new_folder
+from ..common.files import new_folder
 
 ROOT = Path(__file__).parent.parent
 APP = '''"""The Space's entry point; everything is in the package beside it."""

@@ -7,11 +7,9 @@ import sys
 
 import pytest
 import typer
-from conftest import ROOT, tiny_target
-from dflash_hub.cli import app
-from test_answers import prompts_of
-from test_check import write_prompts
-from test_init import save_target, tiny_tokenizer
+from dflash_hub.cli.app import app
+from helpers.folders import prompts_of, save_target, tiny_tokenizer, write_prompts
+from helpers.tiny import ROOT, tiny_target
 from typer.testing import CliRunner
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -31,7 +29,7 @@ SMALLER = {
     "align": "--count 8 --max-new-tokens 12 --max-steps 2 --validation 3 --eval-prompts 2 --evaluations 1",
     "generate": "--max-new-tokens 8",
 }
-ELSEWHERE = {"push", "demo"}  # needs the Hub (tests/test_push.py) or a real target (tests/test_cli.py)
+ELSEWHERE = {"push", "demo"}  # needs the Hub (tests/convert/test_push.py) or a real target (tests/cli/test_cli.py)
 
 
 def commands() -> list[list[str]]:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from ..benchmark.bench import complete_lines
+from ..common.files import complete_lines, new_folder
+from ..common.identity import has_thinking_modes
 from ..convert.card import RECORD, write_card
-from ..convert.folders import new_folder
 from ..convert.importing import write_drafter
 from ..convert.init import read_target_config, recorded_name, target_skeleton
 from ..convert.reading import read_drafter
@@ -20,7 +20,6 @@ from ..hub_files import write_text
 from ..target_model import check_pair
 from .check import read_record
 from .data import split_held_out
-from .identity import has_thinking_modes
 from .losses import BlockLoss
 from .options import TrainOptions, resolved
 from .train import check_environment, load_rows, prompts_by_id, train, training_arguments, warm_drafter

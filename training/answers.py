@@ -23,17 +23,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import Cache, GenerationConfig, LogitsProcessorList
 from transformers.generation import StoppingCriteriaList
 
-from ..benchmark.bench import repeated
-from ..benchmark.prompts import json_lines
-from ..benchmark.rows import cut_at_end, left_padded, pad_token
-from ..benchmark.server import Server
-from ..convert.checkpoint import read_json
+from ..common.files import json_lines, read_json, repeated
+from ..common.identity import same_target, template_fingerprint
+from ..common.loading import cut_at_end, end_tokens, in_mode, left_padded, pad_token
+from ..common.server import Server
 from ..decode_choice import SCORES_ONLY
 from ..decode_settings import refuse_unsupported, resolve_generation_config
-from ..demo.pair import end_tokens, in_mode
 from ..hub_files import write_text
 from ..target_model import CACHE
-from .identity import same_target, template_fingerprint
 
 
 @dataclass

@@ -6,7 +6,7 @@ import typing
 
 from transformers import TrainingArguments
 
-from .commands import read_yaml
+from ..common.files import read_yaml
 
 
 def read_field(name: str, value):

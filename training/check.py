@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from transformers.utils import cached_file
 
+from ..common.files import read_json
+from ..common.identity import has_thinking_modes, identify, same_target, template_fingerprint
+from ..common.loading import end_tokens
 from ..convert.card import RECORD
-from ..convert.checkpoint import read_json
-from ..demo.pair import end_tokens
 from ..drafter_candidates import DFlashProposer
 from ..hub_files import nonfinite, nonfinite_sentence
 from ..target_model import check_pair, tap_request, tapped
@@ -23,7 +24,6 @@ from .answers import encode
 from .blocks import denoise
 from .data import row_context, rows_of, single_row
 from .evaluation import GreedyCall, generate, right_drafts
-from .identity import has_thinking_modes, identify, same_target, template_fingerprint
 
 FLOOR = 1.3  # mean acceptance length below which drafting hardly pays on any device
 FALLEN = 0.5  # of the recorded acceptance, which was measured on other prompts

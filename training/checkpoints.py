@@ -7,7 +7,7 @@ from pathlib import Path
 import accelerate
 from transformers import TrainerCallback
 
-from ..convert.checkpoint import read_json
+from ..common.files import read_json
 from ..hub_files import write_text
 from .features import checksum
 

@@ -10,10 +10,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from ..convert.checkpoint import read_json
+from ..common.files import read_json
+from ..common.identity import same_target
 from ..hub_files import write_text
 from ..target_model import tap_request, tapped
-from .identity import same_target
 
 SHARD_TOKENS = 100_000
 

@@ -20,23 +20,21 @@ from rich.progress import Progress
 from rich.text import Text
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     EarlyStoppingCallback,
     TrainerCallback,
     TrainingArguments,
 )
 from transformers.integrations import get_reporting_integration_callbacks
 
-from ..benchmark.bench import complete_lines, environment
-from ..benchmark.prompts import read_prompts
+from ..common.files import complete_lines, in_a_line, new_folder, one_writer, read_json, read_yaml
+from ..common.identity import differences, has_thinking_modes, identify, same_target, template_fingerprint
+from ..common.loading import load_target
+from ..common.prompts import read_prompts
+from ..common.provenance import environment
 from ..configuration_dflash import FULL, SLIDING, DFlashConfig
 from ..convert.card import RECORD, write_card
-from ..convert.checkpoint import in_a_line, read_json
-from ..convert.folders import new_folder, one_writer
 from ..convert.init import init_drafter, recorded_name
 from ..convert.reading import check_borrowed, read_drafter
-from ..demo.pair import dtype_of
 from ..hub_files import write_text
 from ..modeling_dflash import DFlashDraftModel
 from ..target_model import check_pair, embedding_rows
@@ -44,12 +42,10 @@ from .answers import iterate_answers, text_settings
 from .arguments import read_field
 from .check import read_record
 from .checkpoints import FileLists, best_checkpoint, resumable_checkpoint
-from .commands import read_yaml
 from .data import Collator, PackedRows, document_key, row_length, split_held_out, usable_rows
 from .evaluation import GreedyCall
 from .examples import in_a_file
 from .features import FeatureCache, check_teacher, checksum, feature_layers, tapped_features
-from .identity import differences, has_thinking_modes, identify, same_target, template_fingerprint
 from .losses import BlockLoss, ReducedHead, gamma_of
 from .options import TrainOptions, resolved
 from .trainer import DFlashTrainer, check_whole, checkpoint_activations, evaluate
@@ -198,18 +194,6 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
             write_card(folder)
         draw_curves(output / "log.jsonl", output / "curves.png")
     return figures
-
-
-def load_target(name: str, dtype: str):
-    """(target, tokenizer), on the accelerator of this process where there is one.
-
-    Raises:
-        ValueError: an unknown dtype.
-    """
-    torch_dtype = dtype_of(dtype)
-    state = accelerate.PartialState(cpu=not torch.accelerator.is_available())
-    target = AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype, device_map={"": state.device})
-    return target.requires_grad_(False).eval(), AutoTokenizer.from_pretrained(name)
 
 
 def check_ids(rows: list[dict], vocab_rows: int):

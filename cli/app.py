@@ -1,0 +1,345 @@
+"""The command line: `dflash-hub COMMAND`, also `python -m dflash_hub COMMAND`.
+
+Each command is a thin layer over a function elsewhere; heavy imports wait until a command runs.
+"""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..common.console import run_plainly, typed_command
+from ..common.prompts import load_prompts, prompt_source
+from . import training as commands
+
+app = typer.Typer(
+    help="DFlash drafters for transformers: several tokens per target pass, the same text.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    add_completion=False,
+)
+
+Force = Annotated[bool, typer.Option("--force", help="Replace the destination if it exists.")]
+
+
+@app.command(epilog="\b\ndflash-hub demo --prompt 'What is 15 + 27?' --max-new-tokens 64")
+def demo(
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; repeatable. Default: a few of ours.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Target repository or folder. Default: SmolLM2-135M-Instruct.")
+    ] = None,
+    drafter: Annotated[str | None, typer.Option(help="Drafter repository or folder. Default: the shipped one.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write per prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+):
+    """Race a target with its drafter against the target alone, and show which tokens were drafted."""
+    from ..demo.terminal import run
+
+    run(prompt, target, drafter, max_new_tokens, temperature, seed, dtype)
+
+
+@app.command(epilog="\b\ndflash-hub generate 'What is 15 + 27?' --max-new-tokens 64")
+def generate(
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PROMPT", help="The prompt; several are turns of one chat. Default: standard input."),
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from a file; - is standard input.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Each line of standard input is a turn, as at a terminal.")
+    ] = False,
+    target: Annotated[
+        str | None, typer.Option(help="Target repository or folder. Default: SmolLM2-135M-Instruct.")
+    ] = None,
+    drafter: Annotated[str | None, typer.Option(help="Drafter repository or folder. Default: the shipped one.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
+    thinking: Annotated[
+        bool | None,
+        typer.Option(help="Thinking mode of the target's template. Default: what the drafter was made for."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Of sampling.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Of sampling.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: the target's own.")] = "auto",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a line and answer, with statistics.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No statistics on standard error.")] = False,
+):
+    """Write an answer with a target and its drafter: text on standard output, statistics on standard error."""
+    from ..demo.generate import run
+
+    prompts = prompts or []
+    if (bool(prompts) + (file is not None) + chat) > 1:
+        raise typer.BadParameter("pass PROMPT, --file or --chat, one of them.")
+    if raw and (len(prompts) > 1 or chat or system or thinking is not None):
+        raise typer.BadParameter("--raw continues one text; turns, --system and --thinking need the chat template.")
+    if not temperature and (top_p is not None or top_k is not None):
+        raise typer.BadParameter("--top-p and --top-k are of sampling; pass --temperature as well.")
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature else {}
+    sampling = {name: value for name, value in sampling.items() if value is not None}
+    run(
+        prompts, file, chat, target, drafter, system, raw, thinking, max_new_tokens, sampling, seed, dtype, as_json, quiet
+    )  # fmt: skip
+
+
+@app.command(epilog="\b\ndflash-hub init --target Qwen/Qwen3-4B --output qwen3-4b-drafter --dry-run")
+def init(
+    target: Annotated[str, typer.Option(help="Repository or folder of the target.")],
+    output: Annotated[str | None, typer.Option(help="Folder to write.")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Depth of the drafter.")] = 5,
+    block_size: Annotated[int, typer.Option(min=2, help="Positions of a block: one anchor, the rest drafted.")] = 16,
+    taps: Annotated[
+        str | None, typer.Option(help="Tapped layers, as 1,9,17. Default: five, by the paper's rule.")
+    ] = None,
+    window: Annotated[int | None, typer.Option(min=2, help="Let all layers but the last slide.")] = None,
+    mask_token: Annotated[
+        str | None, typer.Option(help="Id or text of the mask token. Default: an unused one.")
+    ] = None,
+    from_target_layers: Annotated[bool, typer.Option(help="Start from the target's last layers.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Revision of the target.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the fresh weights.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print config and size, write nothing.")] = False,
+    force: Force = False,
+):
+    """Tie a fresh drafter to a target; it drafts badly until it is trained."""
+    from ..convert.init import init_drafter
+
+    if (output is None) != dry_run:
+        raise ValueError("pass --output FOLDER, or --dry-run to write nothing.")
+    tapped = commands.layer_list(taps)
+    plan = init_drafter(
+        target, output, layers, block_size, tapped, window, mask_token, from_target_layers, revision, seed, force
+    )
+    if dry_run:
+        typer.echo(plan.config.to_json_string())
+    for reason in plan.reasons:
+        typer.echo(f"- {reason}")
+    typer.echo(f"{plan.parameters / 1e6:.1f} M parameters, {plan.parameters * 2 / 1e6:.1f} MB in bfloat16")
+    if output:
+        typer.echo(
+            f"wrote {output}\nnext: AutoModel.from_pretrained({in_python(output)}, trust_remote_code=True); it drafts badly until it is trained"
+        )
+
+
+@app.command("import", epilog="\b\ndflash-hub import z-lab/Qwen3-8B-DFlash-b16 qwen3-8b-dflash --target Qwen/Qwen3-8B")
+def import_(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint of any known format: repository or folder.")],
+    destination: Annotated[str | None, typer.Argument(metavar="DST", help="Folder to write.")] = None,
+    target: Annotated[str | None, typer.Option(help="The model that the drafter was made for.")] = None,
+    chat: Annotated[bool | None, typer.Option(help="Record: made for text in the target's chat template.")] = None,
+    thinking: Annotated[bool | None, typer.Option(help="Record: made for the target's thinking mode.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Revision of SRC.")] = None,
+    config: Annotated[str | None, typer.Option(help="A config.json elsewhere, as for training states.")] = None,
+    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Read .pt and .bin files too.")] = False,
+    check_target: Annotated[
+        bool, typer.Option(help="Compare copies of the target's tensors with the target before they are dropped.")
+    ] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the mapping, write nothing.")] = False,
+    force: Force = False,
+):
+    """Turn a foreign checkpoint into a folder that AutoModel loads and `generate` takes."""
+    from ..convert.description import mapping
+    from ..convert.importing import import_drafter
+
+    if destination is None and not dry_run:
+        raise ValueError("pass a folder to write, or --dry-run to write nothing.")
+    done = import_drafter(
+        source, destination, force, target, chat, thinking, revision, config, allow_pickle, check_target, dry_run
+    )
+    if dry_run:
+        typer.echo(mapping(done.lines, done.config))
+    for note in done.notes:
+        typer.echo(f"- {note}")
+    found = done.config
+    typer.echo(
+        f"read {source}: {done.title}, {found.num_hidden_layers} layers, block {found.block_size}, taps "
+        f"{found.target_layer_ids} of {found.num_target_layers}, mask token {found.mask_token_id}"
+    )
+    if not dry_run:
+        typer.echo(
+            f"wrote {destination}\nnext: AutoModel.from_pretrained({in_python(destination)}, trust_remote_code=True), or "
+            f"dflash-hub inspect {shlex.quote(destination)}"
+        )
+
+
+@app.command(epilog="\b\ndflash-hub export . drafter-for-vllm --to vllm")
+def export(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A drafter: repository or folder.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="Folder to write.")],
+    to: Annotated[str, typer.Option(help="zlab, vllm, sglang, speculators or transformers.")] = "zlab",
+    target: Annotated[str | None, typer.Option(help="Where speculators' copies of its tensors come from.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Revision of SRC.")] = None,
+    yarn: Annotated[float | None, typer.Option(help="Scale RoPE by this factor, with YaRN.")] = None,
+    context_length: Annotated[int | None, typer.Option(help="Positions to state.")] = None,
+    force: Force = False,
+):
+    """Write a drafter for an engine or in the format of another package."""
+    from ..convert.engines import other_readers
+    from ..convert.exporting import export_drafter
+
+    done = export_drafter(source, destination, to, force, target, revision, yarn, context_length)
+    for remark in done.remarks:
+        typer.echo(f"- {remark}.")
+    typer.echo(
+        f"wrote {destination} for {done.title}; not carried, for want of a place: {', '.join(done.not_carried)}\n"
+        f"next:\n{done.usage}"
+    )
+    if to == "zlab":
+        typer.echo(
+            f"\nothers that read this folder, as their documentation says (not tried):\n{other_readers(done.config, destination)}"
+        )
+
+
+@app.command(epilog="\b\ndflash-hub inspect .")
+def inspect(
+    source: Annotated[str, typer.Argument(metavar="DIR", help="A drafter of any known format: folder or repository.")],
+    target: Annotated[str | None, typer.Option(help="The target, where the format does not state its depth.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Revision of DIR.")] = None,
+    config: Annotated[str | None, typer.Option(help="A config.json elsewhere, as for training states.")] = None,
+    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Read .pt and .bin files too.")] = False,
+):
+    """Say what a drafter is, which engines serve it and how, and what is odd about it."""
+    from ..convert.description import describe
+    from ..convert.reading import read_drafter
+
+    typer.echo(describe(read_drafter(source, target, revision, config, allow_pickle)))
+
+
+@app.command(epilog="\b\ndflash-hub card my-drafter --benchmark bench-demo/summary.json")
+def card(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A drafter's folder.")],
+    benchmark: Annotated[list[Path] | None, typer.Option(help="A summary.json of bench; repeatable.")] = None,
+    repository: Annotated[str | None, typer.Option(help="Id on the Hub, for the snippet.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a README.md that someone wrote.")] = False,
+):
+    """Write the model card from the folder's config, its training record and benchmarks."""
+    from ..convert.card import write_card
+
+    write_card(folder, benchmark or (), repository, force)
+    typer.echo(f"wrote {folder}/README.md\nnext: dflash-hub push {shlex.quote(folder)} ORG/NAME --dry-run")
+
+
+@app.command(epilog="\b\ndflash-hub push my-drafter my-name/my-drafter --dry-run")
+def push(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A drafter's folder.")],
+    repository: Annotated[str, typer.Argument(metavar="REPO", help="Id on the Hub, as org/name.")],
+    public: Annotated[bool, typer.Option("--public", help="Create a public repository, not a private one.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files, upload nothing.")] = False,
+):
+    """Upload folder, code and card to the Hub."""
+    from ..convert.pushing import push_drafter
+
+    files, url = push_drafter(folder, repository, not public, dry_run)
+    typer.echo("\n".join(files))
+    if url is None:
+        typer.echo(f"nothing uploaded; next: dflash-hub push {shlex.quote(folder)} {repository}")
+    else:
+        typer.echo(
+            f'uploaded: {url}\nnext: AutoModel.from_pretrained("{repository}", revision="COMMIT", trust_remote_code=True)'
+        )
+
+
+@app.command(
+    epilog="\b\ndflash-hub bench --prompts demo --count 2 --methods plain,ours --max-new-tokens 32 --output bench-demo"
+)
+def bench(
+    output: Annotated[Path, typer.Option(help="Folder of the run; an interrupted one is resumed.")],
+    prompts: Annotated[list[str] | None, typer.Option(help="A set by name, a JSONL file, or demo; repeatable.")] = None,
+    methods: Annotated[
+        str, typer.Option(help="plain, lookup, assistant, native, zlab, ours, ours-N, ours-auto, ceiling-P.")
+    ] = ("plain,lookup,native,ours"),
+    target: Annotated[str | None, typer.Option(help="Repository or folder. Default: SmolLM2-135M-Instruct.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Repository or folder. Default: the shipped one.")] = None,
+    assistant: Annotated[str | None, typer.Option(help="An ordinary small model, for the method assistant.")] = None,
+    count: Annotated[int, typer.Option(min=2, help="Prompts a set.")] = 8,
+    first: Annotated[
+        bool, typer.Option("--first", help="The first prompts of a set instead of a seeded choice.")
+    ] = False,
+    rows: Annotated[str | None, typer.Option(help="Also measure batches, as 2,4,8: plain and ours only.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to write per prompt and turn.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of prompts and of sampling.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    thinking: Annotated[
+        bool | None,
+        typer.Option(help="Thinking mode of the target's template. Default: what the drafter was made for."),
+    ] = None,
+    compare: Annotated[Path | None, typer.Option(help="Folder of an earlier run: what moved beyond noise?")] = None,
+    server: Annotated[str | None, typer.Option(help="Measure a running OpenAI-compatible server instead.")] = None,
+    model: Annotated[str | None, typer.Option(help="The server's model, where it serves several.")] = None,
+    concurrency: Annotated[str, typer.Option(help="Requests at a time, for a server.")] = "1,2,4,8,16,32",
+):
+    """Measure methods side by side on the same prompts: acceptance, speed, equality of the text."""
+    here = Path(__file__).parent.parent
+    sources = [prompt_source(name) for name in prompts or ["demo"]]
+    choice_seed = None if first else seed
+    sets = [load_prompts(source, count, choice_seed) for source in sources]
+    command = typed_command()
+    if server:
+        from ..benchmark.server import measure_server
+        from ..common.server import Server
+
+        levels = number_list(concurrency, "--concurrency")
+        typer.echo(measure_server(output, Server(server, model), sets, levels, max_new_tokens, temperature, command))
+        return
+    from ..benchmark.bench import Bench, run_bench
+    from ..benchmark.report import write_report
+    from ..benchmark.rows import check_counts, measure_rows, methods_of_rows
+    from ..common.loading import dtype_of
+    from ..common.smollm2 import smollm2
+
+    dtype_of(dtype)  # before a target is fetched
+    names = [name.strip() for name in methods.split(",")]
+    batches = number_list(rows, "--rows") if rows else []
+    if batches:
+        methods_of_rows(names)
+        check_counts(sets, batches)
+    models = Bench(
+        target or smollm2()[0], drafter or str(here), assistant, dtype, max_new_tokens, temperature, thinking
+    )
+    run_bench(output, models, names, sets, choice_seed, seed, command)
+    if batches and models.state.is_main_process:
+        measure_rows(output, models, names, sets, batches, seed)
+    if models.state.is_main_process:
+        typer.echo(write_report(output, compare))
+        typer.echo(
+            f"wrote {output}/report.md, {output}/summary.json and plots\nnext: dflash-hub bench --compare {output} ..."
+        )
+
+
+def in_python(text: str) -> str:
+    """As a string of Python, in double quotes."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def number_list(text: str, option: str) -> list[int]:
+    numbers = [int(part) for part in text.split(",") if part.strip().isdecimal() and int(part) > 0]
+    if len(numbers) != len(text.split(",")):
+        raise ValueError(f"{option} {text!r} is no list of positive numbers; write it as 1,2,4.")
+    return numbers
+
+
+app.command(epilog="\b\ndflash-hub regenerate --prompts demo --max-new-tokens 48 --output answers-demo")(
+    commands.regenerate
+)
+app.command(
+    epilog="\b\ndflash-hub regenerate --prompts demo --max-new-tokens 48 --output answers-demo\n"
+    "dflash-hub train --answers answers-demo --layers 1 --block-size 4 --held-out 2 --eval-prompts 1 --max-steps 4 --output run-demo"
+)(commands.train)
+app.command(epilog="\b\ndflash-hub check --drafter . --count 2")(commands.check)
+app.command(epilog="\b\ndflash-hub align --drafter . --target TUNED --prompts prompts.jsonl --output aligned")(
+    commands.align
+)
+
+
+def main():
+    run_plainly(app)

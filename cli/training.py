@@ -1,0 +1,349 @@
+"""The commands of training: `regenerate`, `train`, `check`, `align`. Heavy imports wait until a command runs."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from ..common.console import typed_command
+from ..common.files import read_yaml
+from ..common.prompts import prompt_source, read_prompts
+from ..training.options import FRESH, TrainOptions
+
+DEFAULT = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
+
+
+RECORDED = ("data", "weights")  # of `run.yaml`, and no options
+
+
+def from_file(context: typer.Context, path: Path | None) -> Path | None:
+    """Options of a YAML file stand where the command line is silent."""
+    if path is not None:
+        stated = read_yaml(path.read_text(encoding="utf-8"), str(path))
+        if not isinstance(stated, dict | None):
+            raise ValueError(f"{path} holds {stated!r}; expected options, a line each, as `layers: 5`.")
+        # A run's own `run.yaml` can be passed as it is.
+        stated = {name: value for name, value in (stated or {}).items() if name not in RECORDED and value is not None}
+        if isinstance(stated.get("taps"), list):
+            stated["taps"] = ",".join(map(str, stated["taps"]))
+        if "arguments" in stated:
+            further = stated.pop("arguments")
+            if not isinstance(further, dict):
+                raise ValueError(f"{path} has {further!r} as `arguments`; expected names with their values.")
+            stated["argument"] = [
+                f"{name}={value if isinstance(value, str) else json.dumps(value, default=str)}"
+                for name, value in further.items()
+            ]
+        parameters = {parameter.name: parameter for parameter in context.command.params}
+        unknown = sorted(str(name) for name in stated if name not in parameters)
+        if unknown:
+            raise ValueError(f"{path} states {unknown}; options are {', '.join(sorted(set(parameters) - {'config'}))}.")
+        for name, value in stated.items():
+            if parameters[name].multiple and not isinstance(value, list):
+                stated[name] = [value]
+        context.default_map = (context.default_map or {}) | stated
+    return path
+
+
+Config = Annotated[
+    Path | None,
+    Option(help="YAML file of options; those on the command line win.", callback=from_file, is_eager=True),
+]
+
+
+def regenerate(
+    prompts: Annotated[list[str], Option(help="JSONL file of prompts, or a data set: NAME or NAME:SPLIT; repeatable.")],
+    output: Annotated[Path, Option(help="Folder of the answers; an interrupted one is continued.")],
+    target: Annotated[str | None, Option(help="Repository or folder. Default: SmolLM2-135M-Instruct.")] = None,
+    server: Annotated[
+        str | None,
+        Option(help="An OpenAI-compatible server that serves the target; it is sent OPENAI_API_KEY, if set."),
+    ] = None,
+    model: Annotated[str | None, Option(help="The server's model, where it serves several.")] = None,
+    column: Annotated[
+        str | None, Option(help="Column of a data set with the prompt's text. Default: messages.")
+    ] = None,
+    count: Annotated[int | None, Option(min=1, help="So many prompts, chosen with the seed. Default: all.")] = None,
+    max_new_tokens: Annotated[int, Option(min=1, help="Tokens of an answer, at most.")] = 2048,
+    max_prompt_tokens: Annotated[int, Option(min=1, help="Longer prompts are listed as failures.")] = 2048,
+    temperature: Annotated[float, Option(min=0.0, help="0 answers greedily.")] = 0.0,
+    top_p: Annotated[float | None, Option(min=0.0, max=1.0, help="Of sampling.")] = None,
+    top_k: Annotated[int | None, Option(min=1, help="Of sampling.")] = None,
+    thinking: Annotated[bool | None, Option(help="Thinking mode of the target's template, where it has one.")] = None,
+    batch_size: Annotated[int, Option(min=1, help="Prompts at a time.")] = 64,
+    dtype: Annotated[str, Option(help="float32, bfloat16 or float16.")] = "float32",
+    seed: Annotated[int, Option(help="Of the order of prompts and of sampling.")] = 0,
+):
+    """Let the target answer prompts: what a drafter is trained on. Exit code 1 where none has an answer."""
+    rows = chosen_prompts(prompts, column, count, seed)
+    target = target or default_target()
+    sampling = {"do_sample": False}
+    if temperature:
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+        sampling = {name: value for name, value in sampling.items() if value is not None}
+    answer_prompts(
+        rows, output, target, server=server, model=model, max_new_tokens=max_new_tokens, max_prompt_tokens=max_prompt_tokens,
+        sampling=sampling, thinking=thinking, batch_size=batch_size, dtype=dtype, seed=seed,
+    )  # fmt: skip
+    typer.echo(f"next: dflash-hub train --target {target} --answers {output} --output drafter-run")
+
+
+def chosen_prompts(sources: list[str], column: str | None, count: int | None, seed: int) -> list[dict]:
+    """Rows {"id", "messages"} of all sources, or `count` of them."""
+    import random
+
+    rows = [row for source in sources for row in read_prompts(prompt_source(source), column)]
+    if not rows:
+        raise ValueError(f"there is no prompt in {', '.join(sources)}.")
+    return rows if count is None else random.Random(seed).sample(rows, min(count, len(rows)))
+
+
+def default_target() -> str:
+    from ..common.smollm2 import smollm2
+
+    return smollm2()[0]
+
+
+def answer_prompts(
+    rows: list[dict], output: Path, target: str, *, max_new_tokens: int, max_prompt_tokens: int, sampling: dict,
+    thinking: bool | None, batch_size: int, dtype: str, seed: int, server: str | None = None, model: str | None = None,
+):  # fmt: skip
+    """Let the target answer, in this process or on a server, and say how many it answered.
+
+    Raises:
+        typer.Exit: none has an answer.
+    """
+    from transformers import AutoTokenizer
+
+    from ..common.identity import identify
+    from ..common.server import Server
+    from ..training import answers
+
+    if server:
+        tokenizer = AutoTokenizer.from_pretrained(target)
+        source = answers.RemoteTarget(Server(server, model), tokenizer, max_new_tokens, sampling, batch_size)
+        identity, under = None, {}  # a server may leave the generation config out
+    else:
+        from ..common.loading import load_target
+
+        loaded, tokenizer = load_target(target, dtype)
+        source = answers.LocalTarget(loaded, tokenizer, max_new_tokens, sampling, batch_size)
+        identity, under = identify(loaded), answers.text_settings(loaded)
+    generation = {"max_new_tokens": max_new_tokens, **sampling}
+    if under:
+        generation["generation_config"] = under
+    settings = answers.answer_settings(target, identity, tokenizer, thinking, generation)
+    counts = answers.regenerate(output, source, tokenizer, rows, settings, thinking, max_prompt_tokens, seed)
+    if getattr(source, "retokenized", 0):
+        typer.echo(
+            f"{source.retokenized} answers came as text without token ids; their ids are the tokenizer's reading of it."
+        )
+    if counts["failures"]:
+        typer.echo(f"{counts['failures']} prompts have no answer; why is in {output}/failures.jsonl.")
+    typer.echo(f"wrote {output}/answers.jsonl: {counts['answers']} answers, {counts['answer_tokens']} tokens")
+    if not counts["answers"]:
+        raise typer.Exit(1)
+
+
+def train(
+    answers: Annotated[list[str], Option(help="Folder or file of `dflash-hub regenerate`; repeatable.")],
+    output: Annotated[str, Option(help="Folder of the run.")],
+    target: Annotated[str | None, Option(help="Repository or folder. Default: SmolLM2-135M-Instruct.")] = None,
+    config: Config = None,
+    resume: Annotated[bool, Option("--resume", help="Go on from the last checkpoint.")] = False,
+    prompts: Annotated[list[str] | None, Option(help="JSONL of prompts, for answers that do not repeat them.")] = None,
+    column: Annotated[
+        str | None, Option(help="Column of a data set with the prompt's text. Default: messages.")
+    ] = None,
+    rehearsal: Annotated[
+        list[str] | None, Option(help="Further answers, trained on but never held out; repeatable.")
+    ] = None,
+    rehearsal_share: Annotated[float, Option(min=0.0, help="How many of them, as a share.")] = DEFAULT[
+        "rehearsal_share"
+    ],
+    drafter: Annotated[
+        str | None, Option(help="Warm start: a drafter's repository or folder, kept as configured.")
+    ] = None,
+    layers: Annotated[int | None, Option(min=1, help=f"Depth of a fresh drafter. Default: {FRESH['layers']}.")] = None,
+    block_size: Annotated[
+        int | None, Option(min=2, help=f"Block of a fresh drafter. Default: {FRESH['block_size']}.")
+    ] = None,
+    taps: Annotated[str | None, Option(help="Tapped layers of a fresh drafter, as 1,9,17.")] = None,
+    mask_token: Annotated[str | None, Option(help="Id or text of the mask token of a fresh drafter.")] = None,
+    from_target_layers: Annotated[bool, Option(help="Start from the target's last layers.")] = False,
+    window: Annotated[int | None, Option(min=2, help="Let all layers but the last slide.")] = None,
+    yarn: Annotated[float | None, Option(min=1.0, help="Stretch the RoPE of --drafter by this factor.")] = None,
+    trained_length: Annotated[
+        int | None,
+        Option(min=2, help="Length that --yarn stretches from. Default: the longest text of the drafter's record."),
+    ] = None,
+    loss: Annotated[str, Option(help="ce, dpace, kl or tv.")] = DEFAULT["loss"],
+    gamma: Annotated[
+        float | None, Option(min=0.0, help="Decay of slot weights; 0: uniform. Default: the paper's.")
+    ] = None,
+    num_anchors: Annotated[int, Option(min=1, help="Anchors a row and step, at most.")] = DEFAULT["num_anchors"],
+    vocabulary: Annotated[str, Option(help="Of the loss: full, or answers (theirs and some drawn).")] = DEFAULT[
+        "vocabulary"
+    ],
+    negatives: Annotated[int, Option(min=0, help="Tokens drawn a step, for --vocabulary answers.")] = DEFAULT[
+        "negatives"
+    ],
+    max_length: Annotated[int, Option(min=4, help="Tokens of prompt and answer; longer rows are cut.")] = DEFAULT[
+        "max_length"
+    ],
+    pack_length: Annotated[int | None, Option(min=4, help="Pack rows together up to this length.")] = None,
+    features: Annotated[
+        str | None, Option(help="Folder to keep the target's features in. Default: made in the step.")
+    ] = None,
+    held_out: Annotated[int, Option(min=1, help="Prompts kept for evaluation.")] = DEFAULT["held_out"],
+    eval_prompts: Annotated[int, Option(min=0, help="Of these, answered in real generation.")] = DEFAULT[
+        "eval_prompts"
+    ],
+    eval_new_tokens: Annotated[int, Option(min=2, help="Tokens of such an answer.")] = DEFAULT["eval_new_tokens"],
+    evaluations: Annotated[int, Option(min=1, help="Evaluations and checkpoints of the run.")] = DEFAULT["evaluations"],
+    patience: Annotated[int | None, Option(min=1, help="Stop after so many evaluations without a better one.")] = None,
+    epochs: Annotated[float, Option(min=0.0, help="Passes over the answers.")] = DEFAULT["epochs"],
+    max_steps: Annotated[int, Option(help="Steps instead of epochs.")] = DEFAULT["max_steps"],
+    batch_size: Annotated[int, Option(min=1, help="Rows a step and process.")] = DEFAULT["batch_size"],
+    accumulate: Annotated[int, Option(min=1, help="Batches an optimizer step.")] = DEFAULT["accumulate"],
+    optimizer: Annotated[str, Option(help="muon (AdamW for the norms), or adamw.")] = DEFAULT["optimizer"],
+    learning_rate: Annotated[float, Option(min=0.0, help="Peak of a cosine schedule.")] = DEFAULT["learning_rate"],
+    warmup: Annotated[float, Option(min=0.0, max=1.0, help="Share of steps.")] = DEFAULT["warmup"],
+    attention: Annotated[str | None, Option(help="sdpa, eager or flex_attention. Default: flex on CUDA.")] = None,
+    dtype: Annotated[str, Option(help="Of the target: float32, bfloat16 or float16.")] = DEFAULT["dtype"],
+    bf16: Annotated[bool, Option("--bf16", help="Autocast; the drafter's weights stay float32.")] = False,
+    gradient_checkpointing: Annotated[bool, Option("--gradient-checkpointing", help="Less memory, more time.")] = False,
+    seed: Annotated[int, Option(help="Of everything drawn.")] = DEFAULT["seed"],
+    thinking: Annotated[bool | None, Option(help="Thinking mode that the answers were made in.")] = None,
+    greedy: Annotated[
+        bool | None, Option("--greedy-answers/--sampled-answers", help="Where the answers' settings do not say it.")
+    ] = None,
+    argument: Annotated[
+        list[str] | None, Option(help="NAME=VALUE of transformers' TrainingArguments, as report_to=wandb; repeatable.")
+    ] = None,
+):
+    """Train a drafter for a target on the target's own answers; one process, or under `accelerate launch`."""
+    from ..training.train import train as run
+
+    values = {name: value for name, value in locals().items() if name in DEFAULT}
+    values["target"] = target or default_target()
+    values["taps"] = layer_list(taps)
+    values |= {"prompts": [prompt_source(name) for name in prompts or []], "rehearsal": rehearsal or []}
+    values["arguments"] = dict(read_argument(text) for text in argument or [])
+    figures = run(TrainOptions(**values), typed_command(), resume)
+    if figures:
+        typer.echo(json_lines(figures))
+        if "teacher_forced_acceptance_length" in figures:
+            typer.echo("(teacher-forced is higher than real: anchors at random meet long accepted runs more often)")
+        typer.echo(
+            f"wrote {output}/drafter, {output}/curves.png\n"
+            f"next: dflash-hub bench --target {values['target']} --drafter {output}/drafter --prompts OTHERS --output bench-run"
+        )
+
+
+def layer_list(taps: str | None) -> list[int] | None:
+    try:
+        return [int(tap) for tap in taps.split(",")] if taps else None
+    except ValueError:
+        raise ValueError(f"--taps {taps!r} is no list of layers; write it as 1,9,17.") from None
+
+
+def read_argument(text: str) -> tuple[str, str]:
+    """(name, value) of an `--argument`; the value is read later, by the type of its field."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--argument {text!r} is not NAME=VALUE.")
+    return name, value
+
+
+def json_lines(figures: dict) -> str:
+    return "\n".join(f"{name}: {value}" for name, value in figures.items())
+
+
+def check(
+    drafter: Annotated[str, Option(help="Repository or folder.")],
+    target: Annotated[str | None, Option(help="Repository or folder. Default: SmolLM2-135M-Instruct.")] = None,
+    prompts: Annotated[list[str] | None, Option(help="JSONL file of prompts. Default: a few of ours.")] = None,
+    count: Annotated[int, Option(min=1, help="Prompts, at most.")] = 4,
+    max_new_tokens: Annotated[int, Option(min=4, help="Tokens of an answer.")] = 48,
+    thinking: Annotated[bool | None, Option(help="Thinking mode of the target's template, where it has one.")] = None,
+    dtype: Annotated[str, Option(help="float32, bfloat16 or float16.")] = "float32",
+):
+    """Is this drafter right for this target, and if it accepts little, why? Exit code 1 where something is wrong."""
+    from ..common.loading import load_target
+    from ..modeling_dflash import DFlashDraftModel
+    from ..training.check import check as run
+    from ..training.check import read_record
+
+    messages = [row["messages"] for row in chosen_prompts(prompts or ["demo"], None, None, 0)[:count]]
+    loaded, tokenizer = load_target(target or default_target(), dtype)
+    model = DFlashDraftModel.from_pretrained(drafter, dtype=loaded.dtype, device_map={"": loaded.device}).eval()
+    findings = run(model, loaded, tokenizer, messages, thinking, read_record(drafter), max_new_tokens)
+    for finding in findings:
+        typer.echo(str(finding))
+    if any(finding.ok is False for finding in findings):
+        raise typer.Exit(1)
+
+
+def align(
+    drafter: Annotated[str, Option(help="The drafter, made for the target before it changed: repository or folder.")],
+    target: Annotated[str, Option(help="The changed target: repository or folder.")],
+    output: Annotated[Path, Option(help="Folder of the alignment; an interrupted one is continued.")],
+    prompts: Annotated[list[str], Option(help="JSONL file of prompts, or a data set: NAME or NAME:SPLIT; repeatable.")],
+    column: Annotated[
+        str | None, Option(help="Column of a data set with the prompt's text. Default: messages.")
+    ] = None,
+    count: Annotated[int, Option(min=4, help="Prompts that the changed target answers.")] = 256,
+    rehearsal: Annotated[
+        list[str] | None, Option(help="Answers that the drafter was trained on before: file or folder; repeatable.")
+    ] = None,
+    rehearsal_share: Annotated[float, Option(min=0.0, help="How many of them, as a share.")] = DEFAULT[
+        "rehearsal_share"
+    ],
+    max_new_tokens: Annotated[int, Option(min=2, help="Tokens of an answer, at most.")] = 512,
+    batch_size: Annotated[int, Option(min=1, help="Rows a step.")] = DEFAULT["batch_size"],
+    epochs: Annotated[float, Option(min=0.0, help="Passes over the answers, at most.")] = 4.0,
+    max_steps: Annotated[int, Option(help="Steps instead of epochs.")] = DEFAULT["max_steps"],
+    num_anchors: Annotated[int, Option(min=1, help="Anchors a row and step, at most.")] = DEFAULT["num_anchors"],
+    vocabulary: Annotated[str, Option(help="Of the loss: full, or answers.")] = DEFAULT["vocabulary"],
+    features: Annotated[
+        str | None, Option(help="Folder to keep the target's features in. Default: made in the step.")
+    ] = None,
+    optimizer: Annotated[str, Option(help="adamw, or muon.")] = "adamw",
+    learning_rate: Annotated[float, Option(min=0.0, help="Peak of a cosine schedule.")] = 3e-4,
+    held_out: Annotated[int, Option(min=1, help="Prompts kept for evaluation.")] = DEFAULT["held_out"],
+    eval_prompts: Annotated[int, Option(min=1, help="Of these, answered in real generation.")] = DEFAULT[
+        "eval_prompts"
+    ],
+    evaluations: Annotated[int, Option(min=1, help="Evaluations of the run, at most.")] = 8,
+    patience: Annotated[int, Option(min=1, help="Stop after so many evaluations without a better one.")] = 2,
+    dtype: Annotated[str, Option(help="Of the target: float32, bfloat16 or float16.")] = DEFAULT["dtype"],
+    bf16: Annotated[bool, Option("--bf16", help="Autocast; the drafter's weights stay float32.")] = False,
+    seed: Annotated[int, Option(help="Of everything drawn.")] = DEFAULT["seed"],
+    thinking: Annotated[bool | None, Option(help="Thinking mode of the target's template, where it has one.")] = None,
+):
+    """Follow a target that was fine-tuned, quantised or merged: answers, fine-tuning, and the better drafter kept."""
+    import accelerate
+
+    from ..training.align import align as run
+    from ..training.align import check_alignment
+
+    if accelerate.PartialState().num_processes > 1:
+        raise ValueError("align runs in one process; train in many with `dflash-hub train --drafter`.")
+    values = {name: value for name, value in locals().items() if name in DEFAULT}
+    values |= {"answers": [str(output / "answers")], "output": str(output), "rehearsal": rehearsal or []}
+    values["prompts"] = [prompt_source(name) for name in prompts] if rehearsal else []
+    rows = chosen_prompts(prompts, column, count, seed)
+    options = check_alignment(TrainOptions(**values), rows)
+    answer_prompts(
+        rows, output / "answers", target, max_new_tokens=max_new_tokens, max_prompt_tokens=2048,
+        sampling={"do_sample": False}, thinking=options.thinking, batch_size=64, dtype=dtype, seed=seed,
+    )  # fmt: skip
+    typer.echo(run(options, output, typed_command()))
+    typer.echo(
+        f"wrote {output}/drafter and {output}/report.md\n"
+        f"next: dflash-hub bench --target {target} --drafter {output}/drafter --prompts OTHERS --output bench-run"
+    )

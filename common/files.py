@@ -1,0 +1,156 @@
+"""Files and folders: read with a clear error, written whole or not at all."""
+
+import contextlib
+import json
+import re
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+LARGEST_JSON = 64 * 2**20
+
+
+@contextlib.contextmanager
+def new_folder(destination: str | Path, force: bool = False):
+    """A folder to fill beside `destination`, renamed to it when the block ends without an error.
+
+    Raises:
+        FileExistsError: `destination` exists and `force` is not set; nothing is touched then.
+    """
+    destination = Path(destination).absolute()
+    if destination.exists() and not force:
+        raise FileExistsError(f"{destination} exists; choose another destination, or pass --force to replace it.")
+    if destination.exists() and not (destination / "config.json").is_file():
+        raise FileExistsError(f"{destination} exists and is no model folder (it has no config.json); not replacing it.")
+    new_parents = [parent for parent in destination.parents if not parent.exists()]
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(dir=destination.parent, prefix=f".{destination.name}-"))
+        try:
+            filling = beside / "new"
+            filling.mkdir()
+            yield filling
+            if destination.exists():
+                destination.rename(beside / "old")
+            try:
+                filling.rename(destination)
+            except OSError:
+                if (beside / "old").exists():
+                    (beside / "old").rename(destination)
+                raise
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+    except BaseException:
+        for parent in new_parents:
+            with contextlib.suppress(OSError):  # somebody else put something there
+                parent.rmdir()
+        raise
+
+
+@contextlib.contextmanager
+def one_writer(folder: str | Path):
+    """Let no other process write to `folder` meanwhile; where one does, say so and wait for it.
+
+    The lock is the operating system's: it ends with the process that holds it, however that ends.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print(f"{folder} is being written by another process; waiting for it.", file=sys.stderr, flush=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def read_json(path: Path, *fields: str) -> dict:
+    """The object in a file, which must have `fields`.
+
+    Raises:
+        ValueError: it is no JSON object, or lacks one of them; names the file.
+    """
+    if path.stat().st_size > LARGEST_JSON:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes; that is no config and no index.")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON, truncated perhaps: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold a JSON object, it holds a {type(found).__name__}.")
+    if missing := [name for name in fields if name not in found]:
+        raise ValueError(f"{path} lacks {', '.join(missing)}; it is damaged, or was not written by dflash-hub.")
+    return found
+
+
+def json_lines(path: Path) -> Iterator[str]:
+    """Read a JSONL file line by line; `splitlines` would also break at separators that a JSON string may hold."""
+    with path.open(encoding="utf-8", newline="\n") as file:
+        for line in file:
+            yield line.removesuffix("\n")
+
+
+def refuse_repeated(what: str, names: list[str]):
+    if again := repeated(names):
+        raise ValueError(
+            f"several times the {what} {again[0]!r}, so its records could not be told apart; name it once."
+        )
+
+
+def repeated(names) -> list:
+    """What is named more than once."""
+    return [name for name, count in Counter(names).items() if count > 1]
+
+
+def appending(path: Path):
+    """A file of JSON lines, open for further ones: a line that an interruption cut is ended first."""
+    cut = path.exists() and not (b"\n" + path.read_bytes()).endswith(b"\n")
+    file = path.open("a", encoding="utf-8")
+    file.write("\n" * cut)
+    return file
+
+
+def complete_lines(path: Path) -> list[dict]:
+    """Of a file of JSON lines, where it exists; a line that an interruption cut is left out."""
+    entries = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            entries.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return entries
+
+
+def read_yaml(text: str, source: str):
+    """Read YAML in which only `true` and `false` are booleans, as in version 1.2: `no`, `on` and `y` are text.
+
+    Raises:
+        ValueError: it is no YAML; names the source.
+    """
+    import yaml
+
+    boolean = "tag:yaml.org,2002:bool"
+
+    class Loader(yaml.SafeLoader):
+        yaml_implicit_resolvers = {
+            first: [(tag, rule) for tag, rule in rules if tag != boolean]
+            for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+    Loader.add_implicit_resolver(boolean, re.compile("(?:true|True|TRUE|false|False|FALSE)$"), "tTfF")
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{source} is no YAML: {' '.join(str(error).split())}") from error

@@ -1,0 +1,73 @@
+"""Load a target, and read from it what prompts and batches need."""
+
+import accelerate
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Raises ValueError for a name that is not in `DTYPES`."""
+    if name not in DTYPES:
+        raise ValueError(f"--dtype {name!r} is none of {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+def in_mode(thinking: bool | None) -> dict:
+    """Keyword arguments of a chat template for a thinking mode; None leaves the template's default."""
+    return {} if thinking is None else {"enable_thinking": thinking}
+
+
+def end_tokens(target) -> set[int]:
+    """The tokens that end a text of `target`."""
+    ends = target.generation_config.eos_token_id
+    return set(ends if isinstance(ends, list) else [ends]) - {None}
+
+
+def room_for_answer(target, prompt_tokens: int) -> int | None:
+    """Tokens that an answer can have; None where the target's config sets no limit.
+
+    Raises:
+        ValueError: the prompt leaves none.
+    """
+    positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if not isinstance(positions, int):
+        return None
+    if prompt_tokens >= positions:
+        raise ValueError(
+            f"the prompt has {prompt_tokens} tokens, and the target has {positions} positions for prompt and answer "
+            "together; shorten the prompt."
+        )
+    return positions - prompt_tokens
+
+
+def load_target(name: str, dtype: str):
+    """(target, tokenizer), on the accelerator of this process where there is one.
+
+    Raises:
+        ValueError: an unknown dtype.
+    """
+    torch_dtype = dtype_of(dtype)
+    state = accelerate.PartialState(cpu=not torch.accelerator.is_available())
+    target = AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype, device_map={"": state.device})
+    return target.requires_grad_(False).eval(), AutoTokenizer.from_pretrained(name)
+
+
+def left_padded(rows: list[list[int]], pad: int, device) -> dict:
+    """What `generate` takes for rows of different lengths: ids and mask (rows, longest), and the padding token."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    return {"input_ids": ids, "attention_mask": mask, "pad_token_id": pad}
+
+
+def pad_token(target, tokenizer) -> int:
+    """The tokenizer's padding token, else an end token, which nothing is generated after."""
+    return next(i for i in (tokenizer.pad_token_id, *sorted(end_tokens(target)), 0) if i is not None)
+
+
+def cut_at_end(ids: list[int], ends: set[int]) -> list[int]:
+    """Up to the first end token and with it; what follows in a batch is padding."""
+    end = next((i for i, token in enumerate(ids) if token in ends), len(ids) - 1)
+    return ids[: end + 1]

@@ -1,0 +1,114 @@
+"""Draw docs/method.png, the picture of the method: `python -m dflash_hub.experiments.method_picture`."""
+
+from pathlib import Path
+
+import matplotlib
+import typer
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.patches import FancyBboxPatch
+
+INK, QUIET, PAPER = "#1c2430", "#5b6575", "#fbfbf9"  # an opaque ground: readable on light and dark pages
+KEPT, KEPT_EDGE = "#c9efe5", "#0d7d6c"
+OWN, OWN_EDGE = "#e3e6ec", "#8b93a1"
+GONE, GONE_EDGE = "#fbe3dd", "#d9573f"
+
+WIDTH, HEIGHT = 1.0, 0.62  # of a token's box
+STEP = 1.1
+
+
+def box(axes, x, y, text, face, edge, dashed=False, colour=INK):
+    style = {"boxstyle": "round,pad=0,rounding_size=0.12", "linewidth": 1.4, "linestyle": "--" if dashed else "-"}
+    axes.add_patch(FancyBboxPatch((x, y), WIDTH, HEIGHT, facecolor=face, edgecolor=edge, **style))
+    axes.text(x + WIDTH / 2, y + HEIGHT / 2 - 0.02, text, ha="center", va="center", fontsize=11, color=colour)
+
+
+def bar(axes, x, y, width, text, face):
+    style = {"boxstyle": "round,pad=0,rounding_size=0.1", "linewidth": 0}
+    axes.add_patch(FancyBboxPatch((x, y), width, 0.5, facecolor=face, **style))
+    axes.text(x + width / 2, y + 0.23, text, ha="center", va="center", fontsize=10.5, color="white", weight="bold")
+
+
+def arrow(axes, x, y, to):
+    axes.annotate("", (x, to), (x, y), arrowprops={"arrowstyle": "-|>", "color": QUIET, "linewidth": 1.2})
+
+
+def draw(path: Path):
+    """Plain decoding above, a round of DFlash below: the same words in both."""
+    figure, axes = plt.subplots(figsize=(11, 6.6), facecolor=PAPER)
+    axes.set_xlim(0, 12.4)
+    axes.set_ylim(0.1, 8.3)
+    axes.set_aspect("equal")
+    axes.axis("off")
+    words = ["she", "freezes", "4", "rolls", "."]
+    left = 4.2
+
+    def heading(y, title, below):
+        axes.text(0.2, y, title, fontsize=14, weight="bold", color=INK, va="top")
+        axes.text(0.2, y - 0.5, below, fontsize=10.5, color=QUIET, va="top", linespacing=1.5)
+
+    heading(8.1, "Plain", "every token takes a pass\nof the whole model")
+    for i, word in enumerate(words):
+        x = left + i * STEP
+        bar(axes, x, 7.2, WIDTH, "target", OWN_EDGE)
+        arrow(axes, x + WIDTH / 2, 7.15, 6.85)
+        box(axes, x, 6.2, word, OWN, OWN_EDGE)
+    axes.text(left + 5 * STEP + 0.2, 6.5, "5 tokens, 5 passes", fontsize=11.5, color=INK, va="center")
+    axes.plot([0.2, 12.2], [5.75, 5.75], color=OWN, linewidth=1.2)
+
+    heading(5.4, "DFlash", "")
+    axes.text(0.2, 4.63, "1  draft", fontsize=11.5, weight="bold", color=INK, va="center")
+    axes.text(
+        0.2,
+        4.27,
+        "a small drafter, which reads\nthe target's states, fills a\nblock of masks at once",
+        fontsize=10,
+        color=QUIET,
+        va="top",
+    )
+    box(axes, left - STEP, 4.95, "So", OWN, OWN_EDGE)
+    for i in range(5):
+        box(axes, left + i * STEP, 4.95, "mask", PAPER, OWN_EDGE, dashed=True, colour=QUIET)
+    bar(axes, left - STEP, 4.2, 5 * STEP + WIDTH, "drafter: one pass", KEPT_EDGE)
+    drafts = ["she", "freezes", "4", "loaves", "."]
+    for i, word in enumerate(drafts):
+        arrow(axes, left + i * STEP + WIDTH / 2, 4.17, 3.87)
+        box(axes, left + i * STEP, 3.22, word, KEPT if i < 3 else GONE, KEPT_EDGE if i < 3 else GONE_EDGE)
+
+    axes.text(0.2, 2.68, "2  verify", fontsize=11.5, weight="bold", color=INK, va="center")
+    axes.text(0.2, 2.32, "the target reads the whole\nblock in one pass", fontsize=10, color=QUIET, va="top")
+    bar(axes, left - STEP, 2.47, 5 * STEP + WIDTH, "target: one pass", OWN_EDGE)
+
+    axes.text(0.2, 1.3, "3  accept", fontsize=11.5, weight="bold", color=INK, va="center")
+    axes.text(0.2, 0.94, "what the target would have\nwritten itself stays", fontsize=10, color=QUIET, va="top")
+    for i, word in enumerate(words[:4]):
+        arrow(axes, left + i * STEP + WIDTH / 2, 2.44, 1.72)
+        face, edge = (KEPT, KEPT_EDGE) if i < 3 else (OWN, OWN_EDGE)
+        box(axes, left + i * STEP, 1.05, word, face, edge)
+    axes.text(
+        left + 1 * STEP + WIDTH / 2,
+        0.68,
+        "drafted and accepted",
+        fontsize=10,
+        color=KEPT_EDGE,
+        ha="center",
+        va="center",
+    )
+    axes.text(left + 3 * STEP + WIDTH / 2, 0.68, "the target's own", fontsize=10, color=QUIET, ha="center", va="center")
+    axes.text(
+        left + 5 * STEP + 0.2, 1.36, "4 tokens, 1 pass", fontsize=11.5, weight="bold", color=KEPT_EDGE, va="center"
+    )
+    axes.text(left + 5 * STEP + 0.2, 3.53, "the 4th is not what the\ntarget would write: it goes,\nwith all behind it", fontsize=10, color=GONE_EDGE, va="center")  # fmt: skip
+    figure.subplots_adjust(0.01, 0.01, 0.99, 0.99)
+    figure.savefig(path, dpi=120, facecolor=PAPER)
+    plt.close(figure)
+
+
+def run():
+    """Draw the picture into docs/."""
+    draw(Path(__file__).parents[1] / "docs" / "method.png")
+
+
+if __name__ == "__main__":
+    typer.run(run)

@@ -1,0 +1,1 @@
+"""What tests share: tiny targets and drafters, stand-ins, and reference implementations."""
