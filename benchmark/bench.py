@@ -177,9 +177,9 @@ def run_bench(
 def measure(bench: Bench, runners: dict, set_name: str, row: dict, seed: int):
     """Yield one record a method and turn. The order of methods is shuffled by prompt; plain goes first, as the yardstick."""
     messages, greedy = [], not bench.settings["do_sample"]
-    order = [name for name in runners if name != "plain"]
+    order = [name for name in runners if name != "baseline"]
     random.Random(row["id"]).shuffle(order)
-    order = ["plain"] * ("plain" in runners) + order
+    order = ["baseline"] * ("baseline" in runners) + order
     for turn, message in enumerate(row["messages"]):
         messages.append(message)
         inputs = bench.inputs(messages)
@@ -189,7 +189,7 @@ def measure(bench: Bench, runners: dict, set_name: str, row: dict, seed: int):
                 torch.cuda.reset_peak_memory_stats()
             run = runners[name].run(inputs, bench.settings, seed, plain_ids)
             answer = answer or run.new_ids
-            if name == "plain":
+            if name == "baseline":
                 plain_ids = run.new_ids
             same = run.new_ids == plain_ids if greedy and plain_ids is not None else None
             record = {
@@ -207,7 +207,7 @@ def _warm_up(bench: Bench, runners: dict, row: dict):
     plain_ids = None
     for name, runner in runners.items():
         run = runner.run(inputs, bench.settings | {"max_new_tokens": 12}, 0, plain_ids)
-        plain_ids = run.new_ids if name == "plain" else plain_ids
+        plain_ids = run.new_ids if name == "baseline" else plain_ids
 
 
 def _open_folder(output: Path, settings: dict, origin: dict):
@@ -240,8 +240,14 @@ def read_settings(folder: Path) -> dict:
 
 
 def read_records(folder: Path) -> list[dict]:
-    """All complete lines; a line that an interruption cut is measured again."""
-    return [record for path in sorted(folder.glob("records-*.jsonl")) for record in complete_lines(path)]
+    """Read all complete lines; a line that an interruption cut is measured again."""
+    records = [record for path in sorted(folder.glob("records-*.jsonl")) for record in complete_lines(path)]
+    return [with_new_name(record) for record in records]
+
+
+def with_new_name(record: dict) -> dict:
+    """Return a record with the method that 0.1.0 called plain under its name of today."""
+    return record | {"method": "baseline"} if record.get("method") == "plain" else record
 
 
 def provenance(command: str, bench: Bench) -> dict:

@@ -1,6 +1,6 @@
 """The methods that `dflash-hub bench` sets side by side. One is a name and the arguments it adds to `generate`.
 
-Names: plain, lookup, assistant, native, zlab, ours (the drafter's own default), ours-N (N drafted tokens), ours-auto (as
+Names: baseline, lookup, assistant, native, zlab, ours (the drafter's own default), ours-N (N drafted tokens), ours-auto (as
 many as pay), and ceiling-P, an oracle that runs the drafter and then proposes the target's own text, each token right with probability P.
 """
 
@@ -165,7 +165,7 @@ class Ceiling(Ours):
 
     def _proposer(self, target, inputs, seed, plain_ids, clock):
         if plain_ids is None:
-            raise ValueError(f"{self.name} proposes plain's own text: run `plain` before it.")
+            raise ValueError(f"{self.name} proposes plain's own text: run `baseline` before it.")
         text = inputs["input_ids"][0].tolist() + plain_ids
         return Oracle(self.drafter, target, clock, text, self.accuracy, seed)
 
@@ -254,13 +254,13 @@ def make_method(name: str, bench):
         ValueError: there is none, or what it needs is missing; says what.
     """
     kind, _, value = name.partition("-")
-    known = kind in ("plain", "assistant", "zlab", "native") and not value
+    known = kind in ("baseline", "assistant", "zlab", "native") and not value
     known = known or (kind in ("lookup", "ours") and (not value or value.isdigit())) or name == "ours-auto"
     if not known and not (kind == "ceiling" and re.fullmatch(r"0?\.\d+|[01](\.0*)?", value)):
         raise ValueError(
-            f"no method {name!r}; there are plain, lookup, assistant, native, zlab, ours, ours-N, ours-auto and ceiling-P."
+            f"no method {name!r}; there are baseline, lookup, assistant, native, zlab, ours, ours-N, ours-auto and ceiling-P."
         )
-    if kind == "plain":
+    if kind == "baseline":
         return Generate(name, bench)
     if kind == "lookup":
         return Generate(name, bench, prompt_lookup_num_tokens=int(value or 10))

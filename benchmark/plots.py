@@ -11,11 +11,11 @@ import matplotlib.pyplot as plt
 
 def plot(folder: Path, rows: list[dict], records: list[dict], batches: list[dict]):
     """Draw what the rows allow; a plot without data is not written."""
-    _speedup_by_set(folder / "speedup.png", [row for row in rows if row["speedup"] and row["method"] != "plain"])
+    _speedup_by_set(folder / "speedup.png", [row for row in rows if row["speedup"] and row["method"] != "baseline"])
     _acceptance_by_slot(folder / "slots.png", [row for row in rows if row["slots"]])
     _time_split(folder / "time.png", [row for row in rows if row["share_draft"]])
     _speedup_by_context(folder / "context.png", records)
-    _speedup_by_rows(folder / "rows.png", [b for b in batches if b["speedup"] and b["method"] != "plain"])
+    _speedup_by_rows(folder / "rows.png", [b for b in batches if b["speedup"] and b["method"] != "baseline"])
 
 
 def _save(figure, path: Path):
@@ -82,11 +82,11 @@ def _time_split(path: Path, rows: list[dict]):
 
 
 def _speedup_by_context(path: Path, records: list[dict]):
-    plain = {(r["set"], r["id"], r["turn"]): r for r in records if r["method"] == "plain"}
+    plain = {(r["set"], r["id"], r["turn"]): r for r in records if r["method"] == "baseline"}
     points = defaultdict(list)
     for r in records:
         key = (r["set"], r["id"], r["turn"])
-        if r["method"] != "plain" and key in plain:
+        if r["method"] != "baseline" and key in plain:
             points[r["method"]].append((r["prompt_tokens"], plain[key]["seconds"] / r["seconds"]))
     if not points:
         return

@@ -52,7 +52,7 @@ def summarise(folder: Path) -> list[dict]:
         groups[record["set"], record["method"]].append(record)
     rows = []
     for (set_name, method), records in groups.items():
-        plain = {(r["id"], r["turn"]): r for r in groups.get((set_name, "plain"), [])}
+        plain = {(r["id"], r["turn"]): r for r in groups.get((set_name, "baseline"), [])}
         pairs = [(plain[r["id"], r["turn"]], r) for r in records if (r["id"], r["turn"]) in plain]
         tokens, seconds = sum(len(r["new_ids"]) for r in records), sum(r["seconds"] for r in records)
         compared = [r for r in records if r["same_text"] is not None]

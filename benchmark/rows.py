@@ -12,7 +12,7 @@ from ..common.files import appending, complete_lines
 from ..common.loading import cut_at_end, end_tokens, left_padded, pad_token
 from ..decode_statistics import Speculation
 
-METHODS = ("plain", "ours")  # of what `--methods` names; transformers' and z-lab's loops take one row
+METHODS = ("baseline", "ours")  # of what `--methods` names; transformers' and z-lab's loops take one row
 
 
 def methods_of_rows(methods: list[str]) -> list[str]:
@@ -23,7 +23,7 @@ def methods_of_rows(methods: list[str]) -> list[str]:
     """
     found = [name for name in methods if name.split("-")[0] in METHODS]
     if not found:
-        raise ValueError(f"--rows measures plain and ours, and --methods names neither: {', '.join(methods)}.")
+        raise ValueError(f"--rows measures baseline and ours, and --methods names neither: {', '.join(methods)}.")
     return found
 
 
@@ -55,12 +55,12 @@ def measure_rows(output: Path, bench, methods: list[str], sets: list, counts: li
                         for method in methods:
                             run(bench, method, inputs, bench.settings | {"max_new_tokens": 8}, seed)
                         warm = True
-                    order = [m for m in methods if m != "plain"]
+                    order = [m for m in methods if m != "baseline"]
                     random.Random(batch).shuffle(order)
                     plain = None
-                    for method in ["plain"] * ("plain" in methods) + order:
+                    for method in ["baseline"] * ("baseline" in methods) + order:
                         text, seconds, speculation = run(bench, method, inputs, bench.settings, seed)
-                        plain = text if method == "plain" else plain
+                        plain = text if method == "baseline" else plain
                         same = (
                             None if plain is None or bench.settings["do_sample"] else sum(map(list.__eq__, text, plain))
                         )
@@ -85,7 +85,7 @@ def run(
 ) -> tuple[list[list[int]], float, Speculation | None]:
     """(new tokens by row, seconds, statistics) of one call."""
     arguments = {}
-    if method != "plain":
+    if method != "baseline":
         number = method.removeprefix("ours").removeprefix("-")
         arguments = {"assistant_model": bench.drafter}
         if number:
@@ -118,7 +118,7 @@ def summarise_rows(folder: Path) -> list[dict]:
         groups[record["set"], record["method"], record["rows"]].append(record)
     entries = []
     for (name, method, rows), records in groups.items():
-        plain = {r["batch"]: r for r in groups.get((name, "plain", rows), [])}
+        plain = {r["batch"]: r for r in groups.get((name, "baseline", rows), [])}
         pairs = [(plain[r["batch"]], r) for r in records if r["batch"] in plain]
         lengths = [length for r in records for row in r["rounds"] for length in row]
         seconds = sum(r["seconds"] for r in records)

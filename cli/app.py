@@ -97,7 +97,7 @@ def init(
     output: Annotated[str | None, typer.Option(help="Folder to write.")] = None,
     layers: Annotated[int, typer.Option(min=1, help="Depth of the drafter.")] = 5,
     block_size: Annotated[int, typer.Option(min=2, help="Positions of a block: one anchor, the rest drafted.")] = 16,
-    taps: Annotated[
+    target_layers: Annotated[
         str | None, typer.Option(help="Tapped layers, as 1,9,17. Default: five, by the paper's rule.")
     ] = None,
     window: Annotated[int | None, typer.Option(min=2, help="Let all layers but the last slide.")] = None,
@@ -115,7 +115,7 @@ def init(
 
     if (output is None) != dry_run:
         raise ValueError("pass --output FOLDER, or --dry-run to write nothing.")
-    tapped = commands.layer_list(taps)
+    tapped = commands.layer_list(target_layers)
     plan = init_drafter(
         target, output, layers, block_size, tapped, window, mask_token, from_target_layers, revision, seed, force
     )
@@ -249,14 +249,14 @@ def push(
 
 
 @app.command(
-    epilog="\b\ndflash-hub bench --prompts demo --count 2 --methods plain,ours --max-new-tokens 32 --output bench-demo"
+    epilog="\b\ndflash-hub bench --prompts demo --count 2 --methods baseline,ours --max-new-tokens 32 --output bench-demo"
 )
 def bench(
     output: Annotated[Path, typer.Option(help="Folder of the run; an interrupted one is resumed.")],
     prompts: Annotated[list[str] | None, typer.Option(help="A set by name, a JSONL file, or demo; repeatable.")] = None,
     methods: Annotated[
-        str, typer.Option(help="plain, lookup, assistant, native, zlab, ours, ours-N, ours-auto, ceiling-P.")
-    ] = ("plain,lookup,native,ours"),
+        str, typer.Option(help="baseline, lookup, assistant, native, zlab, ours, ours-N, ours-auto, ceiling-P.")
+    ] = ("baseline,lookup,native,ours"),
     target: Annotated[str | None, typer.Option(help="Repository or folder. Default: SmolLM2-135M-Instruct.")] = None,
     drafter: Annotated[str | None, typer.Option(help="Repository or folder. Default: the shipped one.")] = None,
     assistant: Annotated[str | None, typer.Option(help="An ordinary small model, for the method assistant.")] = None,
@@ -333,7 +333,7 @@ app.command(epilog="\b\ndflash-hub regenerate --prompts demo --max-new-tokens 48
 )
 app.command(
     epilog="\b\ndflash-hub regenerate --prompts demo --max-new-tokens 48 --output answers-demo\n"
-    "dflash-hub train --answers answers-demo --layers 1 --block-size 4 --held-out 2 --eval-prompts 1 --max-steps 4 --output run-demo"
+    "dflash-hub train --responses answers-demo --layers 1 --block-size 4 --validation 2 --eval-prompts 1 --max-steps 4 --output run-demo"
 )(commands.train)
 app.command(epilog="\b\ndflash-hub check --drafter . --count 2")(commands.check)
 app.command(epilog="\b\ndflash-hub align --drafter . --target TUNED --prompts prompts.jsonl --output aligned")(

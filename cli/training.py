@@ -11,7 +11,7 @@ from typer import Option
 from ..common.console import typed_command
 from ..common.files import read_yaml
 from ..common.prompts import prompt_source, read_prompts
-from ..training.options import FRESH, TrainOptions
+from ..training.options import FRESH, TrainOptions, with_new_names
 
 DEFAULT = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
 
@@ -27,8 +27,9 @@ def from_file(context: typer.Context, path: Path | None) -> Path | None:
             raise ValueError(f"{path} holds {stated!r}; expected options, a line each, as `layers: 5`.")
         # A run's own `run.yaml` can be passed as it is.
         stated = {name: value for name, value in (stated or {}).items() if name not in RECORDED and value is not None}
-        if isinstance(stated.get("taps"), list):
-            stated["taps"] = ",".join(map(str, stated["taps"]))
+        stated = with_new_names(stated)
+        if isinstance(stated.get("target_layers"), list):
+            stated["target_layers"] = ",".join(map(str, stated["target_layers"]))
         if "arguments" in stated:
             further = stated.pop("arguments")
             if not isinstance(further, dict):
@@ -88,7 +89,7 @@ def regenerate(
         rows, output, target, server=server, model=model, max_new_tokens=max_new_tokens, max_prompt_tokens=max_prompt_tokens,
         sampling=sampling, thinking=thinking, batch_size=batch_size, dtype=dtype, seed=seed,
     )  # fmt: skip
-    typer.echo(f"next: dflash-hub train --target {target} --answers {output} --output drafter-run")
+    typer.echo(f"next: dflash-hub train --target {target} --responses {output} --output drafter-run")
 
 
 def chosen_prompts(sources: list[str], column: str | None, count: int | None, seed: int) -> list[dict]:
@@ -149,7 +150,7 @@ def answer_prompts(
 
 
 def train(
-    answers: Annotated[list[str], Option(help="Folder or file of `dflash-hub regenerate`; repeatable.")],
+    responses: Annotated[list[str], Option(help="Folder or file of `dflash-hub regenerate`; repeatable.")],
     output: Annotated[str, Option(help="Folder of the run.")],
     target: Annotated[str | None, Option(help="Repository or folder. Default: SmolLM2-135M-Instruct.")] = None,
     config: Config = None,
@@ -171,7 +172,9 @@ def train(
     block_size: Annotated[
         int | None, Option(min=2, help=f"Block of a fresh drafter. Default: {FRESH['block_size']}.")
     ] = None,
-    taps: Annotated[str | None, Option(help="Tapped layers of a fresh drafter, as 1,9,17.")] = None,
+    target_layers: Annotated[
+        str | None, Option(help="Target layers whose hidden states a fresh drafter reads, as 1,9,17.")
+    ] = None,
     mask_token: Annotated[str | None, Option(help="Id or text of the mask token of a fresh drafter.")] = None,
     from_target_layers: Annotated[bool, Option(help="Start from the target's last layers.")] = False,
     window: Annotated[int | None, Option(min=2, help="Let all layers but the last slide.")] = None,
@@ -198,7 +201,7 @@ def train(
     features: Annotated[
         str | None, Option(help="Folder to keep the target's features in. Default: made in the step.")
     ] = None,
-    held_out: Annotated[int, Option(min=1, help="Prompts kept for evaluation.")] = DEFAULT["held_out"],
+    validation: Annotated[int, Option(min=1, help="Prompts kept for evaluation.")] = DEFAULT["validation"],
     eval_prompts: Annotated[int, Option(min=0, help="Of these, answered in real generation.")] = DEFAULT[
         "eval_prompts"
     ],
@@ -218,8 +221,8 @@ def train(
     gradient_checkpointing: Annotated[bool, Option("--gradient-checkpointing", help="Less memory, more time.")] = False,
     seed: Annotated[int, Option(help="Of everything drawn.")] = DEFAULT["seed"],
     thinking: Annotated[bool | None, Option(help="Thinking mode that the answers were made in.")] = None,
-    greedy: Annotated[
-        bool | None, Option("--greedy-answers/--sampled-answers", help="Where the answers' settings do not say it.")
+    greedy_responses: Annotated[
+        bool | None, Option("--greedy-responses/--sampled-responses", help="Where the answers' settings do not say it.")
     ] = None,
     argument: Annotated[
         list[str] | None, Option(help="NAME=VALUE of transformers' TrainingArguments, as report_to=wandb; repeatable.")
@@ -230,7 +233,7 @@ def train(
 
     values = {name: value for name, value in locals().items() if name in DEFAULT}
     values["target"] = target or default_target()
-    values["taps"] = layer_list(taps)
+    values["target_layers"] = layer_list(target_layers)
     values |= {"prompts": [prompt_source(name) for name in prompts or []], "rehearsal": rehearsal or []}
     values["arguments"] = dict(read_argument(text) for text in argument or [])
     figures = run(TrainOptions(**values), typed_command(), resume)
@@ -244,11 +247,11 @@ def train(
         )
 
 
-def layer_list(taps: str | None) -> list[int] | None:
+def layer_list(text: str | None) -> list[int] | None:
     try:
-        return [int(tap) for tap in taps.split(",")] if taps else None
+        return [int(layer) for layer in text.split(",")] if text else None
     except ValueError:
-        raise ValueError(f"--taps {taps!r} is no list of layers; write it as 1,9,17.") from None
+        raise ValueError(f"--target-layers {text!r} is no list of layers; write it as 1,9,17.") from None
 
 
 def read_argument(text: str) -> tuple[str, str]:
@@ -314,7 +317,7 @@ def align(
     ] = None,
     optimizer: Annotated[str, Option(help="adamw, or muon.")] = "adamw",
     learning_rate: Annotated[float, Option(min=0.0, help="Peak of a cosine schedule.")] = 3e-4,
-    held_out: Annotated[int, Option(min=1, help="Prompts kept for evaluation.")] = DEFAULT["held_out"],
+    validation: Annotated[int, Option(min=1, help="Prompts kept for evaluation.")] = DEFAULT["validation"],
     eval_prompts: Annotated[int, Option(min=1, help="Of these, answered in real generation.")] = DEFAULT[
         "eval_prompts"
     ],
@@ -334,7 +337,7 @@ def align(
     if accelerate.PartialState().num_processes > 1:
         raise ValueError("align runs in one process; train in many with `dflash-hub train --drafter`.")
     values = {name: value for name, value in locals().items() if name in DEFAULT}
-    values |= {"answers": [str(output / "answers")], "output": str(output), "rehearsal": rehearsal or []}
+    values |= {"responses": [str(output / "answers")], "output": str(output), "rehearsal": rehearsal or []}
     values["prompts"] = [prompt_source(name) for name in prompts] if rehearsal else []
     rows = chosen_prompts(prompts, column, count, seed)
     options = check_alignment(TrainOptions(**values), rows)

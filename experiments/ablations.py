@@ -1,6 +1,6 @@
 """Which choices of training matter, measured: one lever at a time, equal compute, acceptance of real rounds.
 
-    python -m dflash_hub.experiments.ablations --answers answers --output orderings --seconds 60
+    python -m dflash_hub.experiments.ablations --responses answers --output orderings --seconds 60
 
 Every variant differs from the base as its name says, mostly in one thing, and trains for the same processor time (steps
 follow from the measured time of a step; batches, anchors and order are the same). Acceptance is that of greedy rounds
@@ -27,7 +27,7 @@ from ..common.provenance import origin
 from ..common.smollm2 import smollm2
 from ..hub_files import write_text
 from ..modeling_dflash import DFlashDraftModel
-from ..training.data import Collator, PackedRows, split_held_out, usable_rows
+from ..training.data import Collator, PackedRows, split_validation, usable_rows
 from ..training.evaluation import replay
 from ..training.losses import BlockLoss, ReducedHead, gamma_of
 from ..training.options import TrainOptions
@@ -51,7 +51,7 @@ VARIANTS = [
     Variant("fixed blocks", fixed_blocks=True),
     Variant("uniform weights", {"gamma": 0.0}),
     Variant("D-PACE", {"loss": "dpace"}),
-    Variant("one tap", {"taps": [14]}),
+    Variant("one tap", {"target_layers": [14]}),
     Variant("no features", blind=True),
     Variant("block 16, served at 16", {"block_size": 16}),
     Variant("block 16, served at 8", {"block_size": 16}, serve_block=8),
@@ -86,7 +86,7 @@ class OrderingTrainer(DFlashTrainer):
         return anchors, valid.bool()
 
 
-def run_variant(variant: Variant, base: TrainOptions, target, training, held_out, seconds: float) -> dict:
+def run_variant(variant: Variant, base: TrainOptions, target, training, validation, seconds: float) -> dict:
     """Train one variant for `seconds` of processor time and measure it: its line of the results, without the name."""
     options = dataclasses.replace(base, **variant.options)
     with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +109,7 @@ def run_variant(variant: Variant, base: TrainOptions, target, training, held_out
             arguments.save_strategy = arguments.eval_strategy = "no"
             made = OrderingTrainer(
                 drafter, target, arguments, PackedRows(training, None, options.seed), Collator(cache), loss,
-                options.num_anchors, held_out, 0, 8, reduced_head=reduced, muon=options.optimizer == "muon",
+                options.num_anchors, validation, 0, 8, reduced_head=reduced, muon=options.optimizer == "muon",
             )  # fmt: skip
             made.fixed_blocks = variant.fixed_blocks
             return made
@@ -128,7 +128,7 @@ def run_variant(variant: Variant, base: TrainOptions, target, training, held_out
             "block_size": variant.serve_block, "num_draft_tokens": variant.serve_block - 1
         }  # fmt: skip
         served = DFlashDraftModel.from_pretrained(Path(folder) / "end", dtype=target.dtype, **serve).eval()
-    speculation, _, first = replay(target, served, held_out)
+    speculation, _, first = replay(target, served, validation)
     by_answer = [statistics.mean(lengths) for lengths in speculation.acceptance_lengths]
     return {
         "steps": steps, "seconds": round(spent), "tau": round(speculation.tau, 3),
@@ -160,7 +160,7 @@ def main(
     target: Annotated[str | None, typer.Option(help="Default: SmolLM2-135M-Instruct.")] = None,
     only: Annotated[str, typer.Option(help="Take answers whose id starts so.")] = "",
     rows: Annotated[int, typer.Option(help="Answers to train on.")] = 800,
-    held_out: Annotated[int, typer.Option(help="Answers to measure on.")] = 40,
+    validation: Annotated[int, typer.Option(help="Answers to measure on.")] = 40,
     seconds: Annotated[float, typer.Option(help="Processor time of a variant's training.")] = 360,
     layers: Annotated[int, typer.Option(help="Of the base.")] = 3,
     variant: Annotated[list[str] | None, typer.Option(help="By name; repeatable. Default: all.")] = None,
@@ -171,7 +171,7 @@ def main(
     if unknown:
         raise ValueError(f"--variant {unknown[0]!r} is none of {', '.join(known.name for known in VARIANTS)}.")
     base = TrainOptions(
-        target=target or smollm2()[0], answers=answers, output=str(output), prompts=[prompt_source(p) for p in prompts or []],
+        target=target or smollm2()[0], responses=answers, output=str(output), prompts=[prompt_source(p) for p in prompts or []],
         layers=layers, block_size=8, loss="ce", num_anchors=32, vocabulary="answers",
         features=str(output / "features"), dtype="bfloat16", bf16=True, max_length=800, learning_rate=6e-4,
         optimizer="adamw", seed=seed, batch_size=2,  # many small steps: what a lever does shows early
@@ -180,7 +180,7 @@ def main(
     found, _, _ = load_rows(answers, prompts_by_id(base), base, tokenizer)
     found, _ = usable_rows([row for row in found if row["id"].startswith(only)], base.max_length)
     random.Random(0).shuffle(found)
-    training, measured = split_held_out(found[: rows + held_out], held_out, 0)
+    training, measured = split_validation(found[: rows + validation], validation, 0)
     output.mkdir(parents=True, exist_ok=True)
     path = output / "results.json"
     results = json.loads(path.read_text()) if path.exists() else []

@@ -53,7 +53,7 @@ def passes_alone(bench: Bench, prompt: torch.Tensor, new_ids: list[int], drafted
 def measure(bench: Bench, rows: list[dict], repeats: int, zlab: bool) -> dict[str, list[float]]:
     """Ratios by name; each repeat of each prompt gives one of every kind."""
     ours = f"ours-{bench.drafter.config.block_size - 1}"  # the passes of a fixed number can be replayed alone
-    names = ["plain", ours, "ceiling-1.0", "native"] + ["zlab"] * zlab
+    names = ["baseline", ours, "ceiling-1.0", "native"] + ["zlab"] * zlab
     methods = {name: make_method(name, bench) for name in names}
     ratios = {
         "oracle: call / passes alone": [],
@@ -64,7 +64,7 @@ def measure(bench: Bench, rows: list[dict], repeats: int, zlab: bool) -> dict[st
         ratios["ours / zlab, tokens per second"] = []
     for row in rows:
         inputs = bench.inputs(row["messages"][:1])
-        plain = methods["plain"].run(inputs, bench.settings, 0, None).new_ids
+        plain = methods["baseline"].run(inputs, bench.settings, 0, None).new_ids
         for repeat in range(repeats + 1):
             runs = {name: methods[name].run(inputs, bench.settings, 0, plain) for name in names[1:]}
             alone = {

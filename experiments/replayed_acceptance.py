@@ -1,6 +1,6 @@
 """Acceptance of a drafter on answers that the target wrote greedily, set by set: rounds replayed, as fast as training.
 
-    python -m dflash_hub.experiments.replayed_acceptance --drafter . --answers answers-gsm8k --answers answers-humaneval
+    python -m dflash_hub.experiments.replayed_acceptance --drafter . --responses answers-gsm8k --responses answers-humaneval
 
 Each folder of `dflash-hub regenerate` is a set. The rounds are those of real greedy generation (see `evaluation`); what they
 cost in time is measured by `dflash-hub bench`.

@@ -1,6 +1,6 @@
 """A target that changed: SmolLM2 fine-tuned for a few minutes to answer in another style, to try `dflash-hub align` on.
 
-    python -m dflash_hub.experiments.style_tuning --answers answers --output smollm2-shouting --steps 40
+    python -m dflash_hub.experiments.style_tuning --responses answers --output smollm2-shouting --steps 40
 
 The style is a rule, so nothing but the target's own answers is needed: lower case, and an exclamation mark for every full
 stop at the end of a sentence.

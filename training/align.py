@@ -19,7 +19,7 @@ from ..convert.reading import read_drafter
 from ..hub_files import write_text
 from ..target_model import check_pair
 from .check import read_record
-from .data import split_held_out
+from .data import split_validation
 from .losses import BlockLoss
 from .options import TrainOptions, resolved
 from .train import check_environment, load_rows, prompts_by_id, train, training_arguments, warm_drafter
@@ -40,8 +40,8 @@ def check_alignment(options: TrainOptions, prompts: list[dict]) -> TrainOptions:
     check_environment()
     resolved(options)
     BlockLoss(options.loss, None)
-    split_held_out(prompts, options.held_out, options.seed)
-    training_arguments(options, len(prompts) - options.held_out, Path(options.output) / "run")
+    split_validation(prompts, options.validation, options.seed)
+    training_arguments(options, len(prompts) - options.validation, Path(options.output) / "run")
     drafter = warm_drafter(options)
     check_pair(drafter, target_skeleton(read_target_config(options.target)))
     tokenizer = AutoTokenizer.from_pretrained(options.target)

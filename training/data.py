@@ -40,13 +40,13 @@ def usable_rows(rows: Iterable[dict], max_length: int) -> tuple[list[dict], dict
     return kept, {reason: count for reason, count in dropped.items() if count}
 
 
-def split_held_out(rows: list[dict], count: int, seed: int) -> tuple[list[dict], list[dict]]:
+def split_validation(rows: list[dict], count: int, seed: int) -> tuple[list[dict], list[dict]]:
     """(training rows, held-out rows): all turns of a prompt are on one side. Held out are prompts with a first turn."""
     ids = sorted({row["id"] for row in rows if row.get("turn", 0) == 0})
     if not ids:
         raise ValueError("no answer is one to a first turn, so none can be held out; add those.")
     if count >= len(ids):
-        raise ValueError(f"{count} held-out prompts of {len(ids)} leave nothing to train on; lower --held-out.")
+        raise ValueError(f"{count} held-out prompts of {len(ids)} leave nothing to train on; lower --validation.")
     held = set(random.Random(seed).sample(ids, count))
     return [r for r in rows if r["id"] not in held], [r for r in rows if r["id"] in held]
 

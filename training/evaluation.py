@@ -70,7 +70,7 @@ class GreedyCall:
         if stop.eos.intersection(answer[:-1]):
             raise ValueError(
                 f"the answer to {row['id']!r} goes on after an end token of the target's generation config, so it was written "
-                "under another one; make the answers again with `dflash-hub regenerate`, or pass --sampled-answers to replay none."
+                "under another one; make the answers again with `dflash-hub regenerate`, or pass --sampled-responses to replay none."
             )
         if ended and limit is None and call.config.forced_eos_token_id is not None:
             raise ValueError(

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field, replace
 
 FRESH = {"layers": 5, "block_size": 16}
+# Options by the names that they had in 0.1.0, whose files are still read.
+RENAMED = {"answers": "responses", "taps": "target_layers", "held_out": "validation", "greedy": "greedy_responses"}
 ATTENTION = ("sdpa", "eager", "flex_attention")
 
 
@@ -11,7 +13,7 @@ class TrainOptions:
     """Everything that defines a run. `None` where the default depends on the drafter or the machine; resolved in `run.yaml`."""
 
     target: str
-    answers: list[str]  # files or folders of `dflash-hub regenerate`
+    responses: list[str]  # files or folders of `dflash-hub regenerate`
     output: str
     rehearsal: list[str] = field(default_factory=list)  # further answers, trained on but never held out
     rehearsal_share: float = 0.25  # how many of them at most, as a share of the other rows
@@ -20,7 +22,7 @@ class TrainOptions:
     drafter: str | None = None  # warm start: repository or folder
     layers: int | None = None  # of a fresh drafter, as the next four; None: as in `FRESH`
     block_size: int | None = None
-    taps: list[int] | None = None
+    target_layers: list[int] | None = None
     mask_token: str | None = None
     from_target_layers: bool = False
     window: int | None = None  # all layers but the last slide
@@ -34,7 +36,7 @@ class TrainOptions:
     max_length: int = 3072
     pack_length: int | None = None
     features: str | None = None  # folder of cached features
-    held_out: int = 32
+    validation: int = 32
     eval_prompts: int = 8
     eval_new_tokens: int = 64
     evaluations: int = 6
@@ -52,7 +54,7 @@ class TrainOptions:
     gradient_checkpointing: bool = False
     seed: int = 0
     thinking: bool | None = None
-    greedy: bool | None = None  # whether the answers are greedy ones; None: as their settings say
+    greedy_responses: bool | None = None  # whether the answers are greedy ones; None: as their settings say
     arguments: dict = field(default_factory=dict)  # further TrainingArguments
 
 
@@ -78,10 +80,15 @@ def resolved(options: TrainOptions) -> TrainOptions:
         if options.yarn is not None:
             raise ValueError("--yarn stretches the RoPE of a trained drafter: pass it with --drafter.")
         return replace(options, **{name: getattr(options, name) or value for name, value in FRESH.items()})
-    shape = ("layers", "block_size", "taps", "mask_token", "from_target_layers")
+    shape = ("layers", "block_size", "target_layers", "mask_token", "from_target_layers")
     given = ["--" + name.replace("_", "-") for name in shape if getattr(options, name)]
     if given:
         raise ValueError(
             f"{', '.join(given)} shape a fresh drafter; --drafter keeps its own: leave out one or the other."
         )
     return options
+
+
+def with_new_names(stated: dict) -> dict:
+    """Return the options of a YAML file under today's names."""
+    return {RENAMED.get(name, name): value for name, value in stated.items()}

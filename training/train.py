@@ -42,12 +42,12 @@ from .answers import iterate_answers, text_settings
 from .arguments import read_field
 from .check import read_record
 from .checkpoints import FileLists, best_checkpoint, resumable_checkpoint
-from .data import Collator, PackedRows, document_key, row_length, split_held_out, usable_rows
+from .data import Collator, PackedRows, document_key, row_length, split_validation, usable_rows
 from .evaluation import GreedyCall
 from .examples import in_a_file
 from .features import FeatureCache, check_teacher, checksum, feature_layers, tapped_features
 from .losses import BlockLoss, ReducedHead, gamma_of
-from .options import TrainOptions, resolved
+from .options import TrainOptions, resolved, with_new_names
 from .trainer import DFlashTrainer, check_whole, checkpoint_activations, evaluate
 
 
@@ -69,16 +69,16 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
     target, tokenizer = load_target(options.target, options.dtype)
     identity = identify(target)
     prompts = prompts_by_id(options)
-    rows, files, greedy = load_rows(options.answers, prompts, options, tokenizer, identity, text_settings(target))
+    rows, files, greedy = load_rows(options.responses, prompts, options, tokenizer, identity, text_settings(target))
     check_ids(rows, embedding_rows(target))
     rows, dropped = usable_rows(rows, options.max_length)
-    training, held_out = split_held_out(rows, options.held_out, options.seed)
-    for row in held_out if greedy else []:  # refuses what cannot be replayed before anything is trained
+    training, validation = split_validation(rows, options.validation, options.seed)
+    for row in validation if greedy else []:  # refuses what cannot be replayed before anything is trained
         GreedyCall.of(target, row)
     if options.rehearsal:
         old, old_files, _ = load_rows(options.rehearsal, prompts, options, tokenizer)
         check_ids(old, embedding_rows(target))
-        measured_on = {row["id"] for row in held_out}
+        measured_on = {row["id"] for row in validation}
         old, _ = usable_rows([row for row in old if row["id"] not in measured_on], options.max_length)
         random.Random(options.seed).shuffle(old)
         training, files = training + old[: round(options.rehearsal_share * len(training))], files + old_files
@@ -128,12 +128,12 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
     if options.patience is not None:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=options.patience))
     trainer = DFlashTrainer(
-        drafter, target, arguments, dataset, Collator(cache, width), loss, options.num_anchors, held_out,
+        drafter, target, arguments, dataset, Collator(cache, width), loss, options.num_anchors, validation,
         options.eval_prompts, options.eval_new_tokens, greedy_answers=greedy, reduced_head=reduced_head, muon=options.optimizer == "muon",
         callbacks=callbacks,
     )  # fmt: skip
     if trainer.is_world_process_zero():
-        print(describe(training, held_out, dropped, dataset, drafter, reduced_head), flush=True)
+        print(describe(training, validation, dropped, dataset, drafter, reduced_head), flush=True)
         show_sample(training[0], tokenizer)
         if arguments.save_only_model:
             print("this run cannot be resumed: save_only_model leaves optimizer and schedule out of its checkpoints")
@@ -150,7 +150,7 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
         drafter = drafter.to(target.device).eval()
         drafter.set_attn_implementation("sdpa")
         rounded = drafter.to(target.dtype)  # what is served: bfloat16 weights, run in the target's dtype
-        figures = evaluate(target, rounded, trainer.eval_rows, held_out if greedy else [], options.eval_new_tokens)
+        figures = evaluate(target, rounded, trainer.eval_rows, validation if greedy else [], options.eval_new_tokens)
         drafter = rounded.to(torch.bfloat16)
         name_target(drafter.config, options, identity)
         if has_thinking_modes(tokenizer):
@@ -167,11 +167,11 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
                 "rows": len(training),
                 "answer_tokens": sum(len(row["answer_ids"]) for row in training),
                 "longest_row": max(*map(row_length, training), before),
-                "held_out": [row["id"] for row in held_out],
+                "validation": [row["id"] for row in validation],
             },
             "recipe": {
                 name: value for name, value in dataclasses.asdict(options).items()
-                if name not in ("target", "answers", "rehearsal", "output", "prompts", "features")
+                if name not in ("target", "responses", "rehearsal", "output", "prompts", "features")
             } | {
                 "gamma": gamma, "attention": attention, "layers": drafter.config.num_hidden_layers,
                 "block_size": drafter.config.block_size, "taps": drafter.config.target_layer_ids,
@@ -289,7 +289,7 @@ def load_rows(
         limits[path] = settings and settings["generation"].get("max_new_tokens")
     files = []
     rows = in_a_file(first_answers(limits, prompts, options, tokenizer, files))
-    return rows, files, all(greedy) if options.greedy is None else options.greedy
+    return rows, files, all(greedy) if options.greedy_responses is None else options.greedy_responses
 
 
 def first_answers(limits: dict[Path, int | None], prompts: dict, options: TrainOptions, tokenizer, files: list[dict]):
@@ -363,7 +363,7 @@ def fresh_drafter(options: TrainOptions, output: Path) -> DFlashDraftModel:
 
 
 def fresh_shape(options: TrainOptions) -> dict:
-    names = ("layers", "block_size", "taps", "window", "mask_token", "from_target_layers", "seed")
+    names = ("layers", "block_size", "target_layers", "window", "mask_token", "from_target_layers", "seed")
     return {name: getattr(options, name) for name in names}
 
 
@@ -491,6 +491,7 @@ def _open_run(output: Path, options: TrainOptions, resume: bool, **resolved):
         before = read_yaml(path.read_text(encoding="utf-8"), str(path))
         if not isinstance(before, dict):
             raise ValueError(f"{path} holds no options, it is damaged; start anew with another --output.")
+        before = with_new_names(before)
         changed = [name for name in stated if before.get(name) != stated[name]]
         if changed:
             found = {name: before.get(name) for name in changed}
@@ -546,11 +547,11 @@ def draw_curves(log: Path, picture: Path):
     plt.close(figure)
 
 
-def describe(training, held_out, dropped, dataset, drafter, reduced_head) -> str:
+def describe(training, validation, dropped, dataset, drafter, reduced_head) -> str:
     """What is about to be trained, in a few lines."""
     tokens = sum(len(row["answer_ids"]) for row in training)
     lines = [
-        f"{len(training)} answers of {tokens} tokens in {len(dataset)} rows; {len(held_out)} answers held out",
+        f"{len(training)} answers of {tokens} tokens in {len(dataset)} rows; {len(validation)} answers held out",
         f"drafter of {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters, blocks of {drafter.config.block_size}",
     ]
     if dropped:

@@ -85,7 +85,7 @@ class DFlashTrainer(Trainer):
         loss: of drafted blocks.
         num_anchors: at most so many a row.
         train_dataset: `PackedRows`; `data_collator` a `Collator`.
-        held_out: rows of answers that no training row shares a prompt with.
+        validation: rows of answers that no training row shares a prompt with.
         eval_prompts: how many of the held-out prompts are answered in real generation, up to `eval_new_tokens`.
         greedy_answers: whether the held-out answers are the target's greedy ones, so that rounds can be replayed on them.
         reduced_head: to train on a part of the vocabulary.
@@ -101,7 +101,7 @@ class DFlashTrainer(Trainer):
         data_collator: Collator,
         loss: BlockLoss,
         num_anchors: int,
-        held_out: list[dict],
+        validation: list[dict],
         eval_prompts: int,
         eval_new_tokens: int,
         greedy_answers: bool = True,
@@ -111,13 +111,13 @@ class DFlashTrainer(Trainer):
     ):
         check_whole(target)
         super().__init__(
-            drafter, args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=held_out, **kwargs
+            drafter, args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=validation, **kwargs
         )
         self.target = target.requires_grad_(False).eval()
         self.block_size, self.muon = drafter.config.block_size, muon
         self.block_loss, self.num_anchors, self.reduced_head = loss, num_anchors, reduced_head
-        self.held_out, self.eval_new_tokens, self.greedy_answers = held_out, eval_new_tokens, greedy_answers
-        self.eval_rows = [row for row in held_out if row["turn"] == 0][:eval_prompts]
+        self.validation, self.eval_new_tokens, self.greedy_answers = validation, eval_new_tokens, greedy_answers
+        self.eval_rows = [row for row in validation if row["turn"] == 0][:eval_prompts]
         self.flex = drafter.config._attn_implementation == "flex_attention"
         # Compiled, the block mask is made without a dense one; on a CPU compiling costs more than it saves.
         self.create_mask = (
@@ -296,7 +296,7 @@ class DFlashTrainer(Trainer):
         # Lengths differ from text to text, for which flex attention would compile anew.
         drafter.set_attn_implementation("sdpa")
         metrics = evaluate(
-            self.target, drafter, self._share(self.eval_rows), self._share(self.held_out) if self.greedy_answers else [],
+            self.target, drafter, self._share(self.eval_rows), self._share(self.validation) if self.greedy_answers else [],
             self.eval_new_tokens, self.accelerator,
         )  # fmt: skip
         drafter.set_attn_implementation(attention)

@@ -18,6 +18,7 @@ from dflash_hub.benchmark.bench import Bench, read_records, run_bench
 from dflash_hub.benchmark.methods import make_method
 from dflash_hub.benchmark.server import acceptance_length, measure_server
 from dflash_hub.cli.app import app
+from dflash_hub.common import provenance, tables
 from dflash_hub.common.prompts import SETS, load_prompts, read_prompts
 from dflash_hub.common.server import Server
 from dflash_hub.demo.pair import Pair
@@ -27,7 +28,7 @@ from helpers.tiny import tiny_drafter
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-METHODS = ["plain", "lookup", "assistant", "native", "ours", "ours-2", "ceiling-1.0", "ceiling-0.5"]
+METHODS = ["baseline", "lookup", "assistant", "native", "ours", "ours-2", "ceiling-1.0", "ceiling-0.5"]
 
 
 @pytest.fixture
@@ -70,13 +71,13 @@ def test_pitfall_47_what_is_counted_is_what_happened(models):
     records = {(r["method"], r["id"]): r for r in run(models, models / "run")}
     assert len(records) == len(METHODS) * 3
     for (method, row_id), r in records.items():
-        plain = records["plain", row_id]
+        plain = records["baseline", row_id]
         assert r["new_ids"] == plain["new_ids"] and r["same_text"] is True
         assert sum(r["rounds"]) == len(r["new_ids"]) - r["prompt_tokens_added"]
         assert r["prompt_tokens_added"] == 1 or method in ("lookup", "assistant")
         assert 0 < r["first_token"] < r["seconds"] and 0 < r["target_seconds"] < r["seconds"]
         assert r["target_passes"] == len(r["rounds"]) + 1
-        if method == "plain":
+        if method == "baseline":
             assert r["rounds"] == [1] * (len(r["new_ids"]) - 1) and r["drafter_passes"] == 0
         if method in ("ours", "native"):
             assert r["drafter_passes"] > 0 and r["draft_seconds"] > 0
@@ -96,7 +97,7 @@ def test_pitfall_47_what_is_counted_is_what_happened(models):
 
 
 def test_both_turns_are_measured(models):
-    records = run(models, models / "run", ["plain", "ours"], count=4)
+    records = run(models, models / "run", ["baseline", "ours"], count=4)
     turns = {(r["id"], r["turn"]) for r in records}
     assert turns == {(f"words-{i}", 0) for i in range(4)} | {("words-3", 1)}
     lengths = {r["turn"]: r["prompt_tokens"] for r in records if r["id"] == "words-3"}
@@ -105,42 +106,42 @@ def test_both_turns_are_measured(models):
 
 def test_an_interrupted_run_resumes_and_other_settings_are_refused(models):
     output = models / "run"
-    before = run(models, output, ["plain", "ours"], count=2)
+    before = run(models, output, ["baseline", "ours"], count=2)
     path = output / "records-0.jsonl"
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[:2]) + "\n" + lines[2][:40])  # cut in the middle of a line
-    again = run(models, output, ["plain", "ours"], count=2)
+    again = run(models, output, ["baseline", "ours"], count=2)
     key = lambda r: (r["method"], r["id"])  # noqa: E731
     assert sorted(map(key, again)) == sorted(map(key, before))
     assert path.read_text().splitlines()[:3] == [*lines[:2], lines[2][:40]]
-    assert run(models, output, ["plain", "ours"], count=2) == again  # and nothing is measured once more
+    assert run(models, output, ["baseline", "ours"], count=2) == again  # and nothing is measured once more
     with pytest.raises(ValueError, match="holds a run with other sets"):
-        run(models, output, ["plain", "ours"], count=3)
+        run(models, output, ["baseline", "ours"], count=3)
     with pytest.raises(ValueError, match="holds a run with other generation"):
-        run(models, output, ["plain", "ours"], count=2, max_new_tokens=20)
+        run(models, output, ["baseline", "ours"], count=2, max_new_tokens=20)
 
 
 def test_a_drafter_that_was_trained_on_or_other_code_is_another_run(models, monkeypatch):
     """Else one table would hold two drafters under one path."""
-    run(models, models / "run", ["plain", "ours"], count=2)
+    run(models, models / "run", ["baseline", "ours"], count=2)
     drafter = DFlashDraftModel.from_pretrained(models / "drafter")
     with torch.no_grad():
         drafter.norm.weight += 1e-3
     drafter.save_pretrained(models / "drafter")
     with pytest.raises(ValueError, match=r"other drafter weights \(\w{16}, now \w{16}\); resume with the same"):
-        run(models, models / "run", ["plain", "ours"], count=2)
+        run(models, models / "run", ["baseline", "ours"], count=2)
     tiny_drafter(num_target_layers=8).save_pretrained(models / "drafter")
-    monkeypatch.setattr(bench_module, "commit", lambda: "abc123")
+    monkeypatch.setattr(provenance, "commit", lambda: "abc123")
     with pytest.raises(ValueError, match=r"other commit \(.+, now abc123\)"):
-        run(models, models / "run", ["plain", "ours"], count=2)
+        run(models, models / "run", ["baseline", "ours"], count=2)
 
 
 def test_what_is_named_twice_or_does_not_fit_is_refused_before_anything_is_written(models):
     prompts, bench = str(models / "words.jsonl"), bench_of(models, max_new_tokens=510)
     for methods, sources, sentence in (
-        (["plain", "plain"], [prompts], "several times the method 'plain'"),
-        (["plain"], [prompts, prompts], "several times the prompt set 'words'"),
-        (["plain"], [prompts], r"leaves the target \d+ positions for an answer of 510; lower --max-new-tokens"),
+        (["baseline", "baseline"], [prompts], "several times the method 'baseline'"),
+        (["baseline"], [prompts, prompts], "several times the prompt set 'words'"),
+        (["baseline"], [prompts], r"leaves the target \d+ positions for an answer of 510; lower --max-new-tokens"),
     ):
         with pytest.raises(ValueError, match=sentence):
             run_bench(
@@ -157,7 +158,7 @@ def test_what_is_named_twice_or_does_not_fit_is_refused_before_anything_is_writt
         run_bench(
             models / "run",
             bench,
-            ["plain"],
+            ["baseline"],
             [load_prompts(str(models / "twice.jsonl"), 2, None)],
             None,
             0,
@@ -176,14 +177,14 @@ def test_the_command_strips_names_and_refuses_rows_that_nothing_takes(models, mo
     )
     monkeypatch.setattr(bench_module, "run_bench", lambda output, bench, methods, *args: called.append(methods))
     arguments = ["bench", "--target", "t", "--output", str(models / "run"), "--methods"]
-    assert CliRunner().invoke(app, [*arguments, "plain, ours"]).exit_code == 0 and called == [["plain", "ours"]]
+    assert CliRunner().invoke(app, [*arguments, "baseline, ours"]).exit_code == 0 and called == [["baseline", "ours"]]
     done = CliRunner().invoke(app, [*arguments, "lookup", "--rows", "2"])
-    assert isinstance(done.exception, ValueError) and "--rows measures plain and ours" in str(done.exception)
+    assert isinstance(done.exception, ValueError) and "--rows measures baseline and ours" in str(done.exception)
     assert len(called) == 1
 
 
 def test_sampled_methods_are_not_compared_by_text(models):
-    records = run(models, models / "run", ["plain", "ours", "native"], count=2, temperature=0.9)
+    records = run(models, models / "run", ["baseline", "ours", "native"], count=2, temperature=0.9)
     assert {r["same_text"] for r in records} == {None}
 
 
@@ -203,7 +204,7 @@ def test_unknown_methods_and_missing_models_are_named(name, sentence, models):
 
 
 def test_an_oracle_needs_plain_before_it(models):
-    with pytest.raises(ValueError, match="run `plain` before it"):
+    with pytest.raises(ValueError, match="run `baseline` before it"):
         run(models, models / "run", ["ceiling-0.5"], count=2)
 
 
@@ -323,7 +324,7 @@ def record(method, row_id, rounds, seconds, drafted=(), accepted=(), same=True):
 def folder_of(path, records):
     path.mkdir()
     settings = {
-        "target": "t", "drafter": "d", "methods": ["plain", "ours"], "sets": {"s": ["a", "b"]}, "dtype": "torch.float32",
+        "target": "t", "drafter": "d", "methods": ["baseline", "ours"], "sets": {"s": ["a", "b"]}, "dtype": "torch.float32",
         "generation": {"do_sample": False}, "thinking": False, "choice_seed": 0, "seed": 0,
     }  # fmt: skip
     origin = {
@@ -335,7 +336,7 @@ def folder_of(path, records):
     return path
 
 
-PLAIN = [record("plain", "a", [1] * 8, 4.0), record("plain", "b", [1] * 8, 4.0)]
+PLAIN = [record("baseline", "a", [1] * 8, 4.0), record("baseline", "b", [1] * 8, 4.0)]
 OURS = [
     record("ours", "a", [4, 4], 2.0, [3, 3], [3, 3]),
     record("ours", "b", [1, 3, 4], 2.0, [3, 3, 3], [0, 2, 3], same=False),
@@ -358,8 +359,8 @@ def test_turns_of_one_prompt_are_drawn_together(tmp_path):
              for row_id, length in (("a", 2), ("b", 3), ("c", 4), ("d", 5)) for turn in (0, 1)]  # fmt: skip
     (row,) = report.summarise(folder_of(tmp_path / "r", turns))
     firsts = [r for r in turns if r["turn"] == 0]
-    assert row["tau"] == report.bootstrap(firsts, report.tau_of)
-    apart = report.bootstrap(turns, report.tau_of)
+    assert row["tau"] == tables.bootstrap(firsts, report.tau_of)
+    apart = tables.bootstrap(turns, report.tau_of)
     assert row["tau"][2] - row["tau"][1] > 1.2 * (apart[2] - apart[1])
 
 
@@ -386,9 +387,9 @@ def test_pitfall_80_prompts_are_in_the_thinking_mode_of_the_drafter_unless_anoth
 
 
 def test_a_gpus_peak_is_by_method_and_a_processs_is_not():
-    rows = [{"method": m, "peak_bytes": n * 2**20} for m, n in (("plain", 3), ("ours", 5), ("plain", 4))]
+    rows = [{"method": m, "peak_bytes": n * 2**20} for m, n in (("baseline", 3), ("ours", 5), ("baseline", 4))]
     assert "process, all methods together: 5 MiB" in report.peak_memory(rows, on_cpu=True)
-    assert report.peak_memory(rows, on_cpu=False).endswith("plain 4 MiB, ours 5 MiB")
+    assert report.peak_memory(rows, on_cpu=False).endswith("baseline 4 MiB, ours 5 MiB")
 
 
 def test_the_report_has_provenance_and_definitions(tmp_path):
@@ -427,7 +428,7 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
     chooser, covered = random.Random(1), 0
     for _ in range(120):
         sample = [record("ours", "a", [chooser.randint(1, 7) for _ in range(10)], 1.0) for _ in range(25)]
-        _, low, high = report.bootstrap(sample, report.tau_of, draws=200)
+        _, low, high = tables.bootstrap(sample, report.tau_of, draws=200)
         covered += low <= 4.0 <= high
     assert 0.85 < covered / 120 <= 1.0
 
@@ -450,7 +451,7 @@ def test_ties_are_found_by_a_teacher_forced_pass(models):
 def test_the_command_from_start_to_compare(models):
     arguments = [
         sys.executable, "-m", "dflash_hub", "bench", "--target", "target", "--drafter", "drafter", "--prompts", "words.jsonl",
-        "--count", "2", "--first", "--methods", "plain,ours", "--max-new-tokens", "8",
+        "--count", "2", "--first", "--methods", "baseline,ours", "--max-new-tokens", "8",
     ]  # fmt: skip
     first = subprocess.run([*arguments, "--output", "a"], cwd=models, capture_output=True, text=True, timeout=300)
     assert first.returncode == 0 and "next: dflash-hub bench --compare a" in first.stdout, first.stderr
@@ -466,7 +467,7 @@ def test_the_command_from_start_to_compare(models):
 
 def test_processes_split_the_prompts(models):
     arguments = ["-m", "dflash_hub", "bench", "--target", "target", "--drafter", "drafter", "--prompts", "words.jsonl"]
-    arguments += ["--count", "3", "--first", "--methods", "plain,ours", "--max-new-tokens", "8", "--output", "split"]
+    arguments += ["--count", "3", "--first", "--methods", "baseline,ours", "--max-new-tokens", "8", "--output", "split"]
     # On CPUs `accelerate launch` wants mpirun; torchrun starts the same two processes.
     command = [
         sys.executable,
@@ -584,19 +585,22 @@ def test_batches_are_measured_beside_plain_ones(models):
     from dflash_hub.common.prompts import load_prompts
 
     output = models / "rows"
-    run(models, output, ["plain", "ours-4"])
+    run(models, output, ["baseline", "ours-4"])
     sets = [load_prompts(str(models / "words.jsonl"), 4, None)]
-    arguments = (output, bench_of(models), ["plain", "lookup", "ours-4"], sets, [2, 4], 0)
+    arguments = (output, bench_of(models), ["baseline", "lookup", "ours-4"], sets, [2, 4], 0)
     measure_rows(*arguments)
     records = read_rows(output)
     assert [(r["method"], r["rows"]) for r in records] == [
-        (method, rows) for rows, batches in ((2, 2), (4, 1)) for _ in range(batches) for method in ("plain", "ours-4")
+        (method, rows)
+        for rows, batches in ((2, 2), (4, 1))
+        for _ in range(batches)
+        for method in ("baseline", "ours-4")
     ]
     measure_rows(*arguments)
     assert read_rows(output) == records
     for entry in summarise_rows(output):
         assert entry["same"] == entry["compared"] == entry["rows"] * entry["batches"]
-        assert (entry["tau"] is None) == (entry["method"] == "plain")
+        assert (entry["tau"] is None) == (entry["method"] == "baseline")
     assert "| 4 | 1 |" in write_report(output) and (output / "rows.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="--methods names neither: lookup"):
         measure_rows(*arguments[:2], ["lookup"], *arguments[3:])

@@ -37,7 +37,18 @@ def test_command_line(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["target"]
 
     made = dflash_hub(
-        "init", "--target", "target", "--output", "d", "--layers", 2, "--taps", "1,5", "--window", 8, cwd=tmp_path
+        "init",
+        "--target",
+        "target",
+        "--output",
+        "d",
+        "--layers",
+        2,
+        "--target-layers",
+        "1,5",
+        "--window",
+        8,
+        cwd=tmp_path,
     )
     assert made.returncode == 0 and "next:" in made.stdout, made.stderr
     config = json.loads((tmp_path / "d" / "config.json").read_text())
@@ -47,8 +58,8 @@ def test_command_line(tmp_path):
     for arguments, sentence in (
         (("--output", "d"), "pass --force"),
         ((), "--output FOLDER, or --dry-run"),
-        (("--dry-run", "--taps", "1;2"), "--taps '1;2'"),
-        (("--dry-run", "--taps", "7"), "must not hold the target's last layer"),
+        (("--dry-run", "--target-layers", "1;2"), "--target-layers '1;2'"),
+        (("--dry-run", "--target-layers", "7"), "must not hold the target's last layer"),
         (("--dry-run", "--mask-token", "500"), "beyond the target's embedding of 97 rows"),
     ):
         failed = dflash_hub("init", "--target", "target", *arguments, cwd=tmp_path)

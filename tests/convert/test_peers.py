@@ -110,7 +110,7 @@ def test_the_bench_measures_z_labs_package(smollm2_path, tmp_path):
     bench = Bench(smollm2_path, str(ROOT), None, "float32", 24, 0.0, None)
     prompts = str(ROOT / "common" / "demo_prompts.jsonl")
     run_bench(
-        tmp_path / "run", bench, ["plain", "ours-7", "zlab"], [load_prompts(prompts, 2, None)], None, 0, "the test"
+        tmp_path / "run", bench, ["baseline", "ours-7", "zlab"], [load_prompts(prompts, 2, None)], None, 0, "the test"
     )
     records = {(r["method"], r["id"]): r for r in read_records(tmp_path / "run")}
     for row_id in ("demo-0", "demo-1"):

@@ -22,7 +22,7 @@ def answers_of(target, count: int, prompt: int = 6, answer: int = 24) -> list[di
 
 
 def trainer_of(
-    tmp_path, target, drafter, rows, held_out, loss="ce", cache=None, pack_length=None, muon=False, **arguments
+    tmp_path, target, drafter, rows, validation, loss="ce", cache=None, pack_length=None, muon=False, **arguments
 ):
     fields = {
         "output_dir": str(tmp_path), "max_steps": 20, "per_device_train_batch_size": 4, "learning_rate": 3e-3,
@@ -31,7 +31,7 @@ def trainer_of(
     }  # fmt: skip
     return DFlashTrainer(
         drafter, target, TrainingArguments(**fields | arguments), PackedRows(rows, pack_length, 0), Collator(cache),
-        BlockLoss(loss, 4.0), 8, held_out, 2, 24, muon=muon,
+        BlockLoss(loss, 4.0), 8, validation, 2, 24, muon=muon,
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from helpers.tiny import prompt_of, tiny_drafter
 RANK = int(sys.argv[2])
 NEW = 16
 NO_DATA = {
-    "train_dataset": [], "data_collator": None, "loss": None, "num_anchors": 4, "held_out": [], "eval_prompts": 0,
+    "train_dataset": [], "data_collator": None, "loss": None, "num_anchors": 4, "validation": [], "eval_prompts": 0,
     "eval_new_tokens": 8,
 }  # fmt: skip
 RUN_DRAFTER = DFlashProposer.propose

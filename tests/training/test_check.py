@@ -181,9 +181,9 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
 
     options = tmp_path / "run.yaml"
     options.write_text(
-        "layers: 2\nblock_size: 4\nheld_out: 6\neval_prompts: 3\nnum_anchors: 16\nlearning_rate: 0.003\nloss: ce\n"
+        "layers: 2\nblock_size: 4\nvalidation: 6\neval_prompts: 3\nnum_anchors: 16\nlearning_rate: 0.003\nloss: ce\n"
     )
-    arguments = ["train", "--target", "target", "--answers", "answers", "--config", "run.yaml", "--output", "run",
+    arguments = ["train", "--target", "target", "--responses", "answers", "--config", "run.yaml", "--output", "run",
                  "--eval-new-tokens", 20, "--batch-size", 6, "--max-steps", 120, "--evaluations", 2]  # fmt: skip
     done = dflash_hub(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -216,7 +216,7 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
 
     done = dflash_hub(
         "align", "--drafter", "run/drafter", "--target", "changed", "--prompts", prompts, "--output", "aligned",
-        "--rehearsal", "answers", "--max-new-tokens", 20, "--max-steps", 60, "--learning-rate", 0.003, "--held-out", 6,
+        "--rehearsal", "answers", "--max-new-tokens", 20, "--max-steps", 60, "--learning-rate", 0.003, "--validation", 6,
         "--eval-prompts", 3, "--evaluations", 2, "--features", "kept", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -235,33 +235,36 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--answers", "nowhere"], "no answers at nowhere; make them with `dflash-hub regenerate`"),
-        (["--answers", "a.jsonl", "--held-out", "40"], "leave nothing to train on; lower --held-out"),
-        (["--answers", "a.jsonl", "--loss", "mse"], "no loss 'mse'; there are ce, dpace, kl, tv"),
-        (["--answers", "a.jsonl", "--argument", "warmup"], "--argument 'warmup' is not NAME=VALUE"),
-        (["--answers", "a.jsonl", "--argument", "wamup_steps=3"], "['wamup_steps'] are no fields of"),
-        (["--answers", "a.jsonl", "--optimizer", "sgd"], "--optimizer 'sgd' is neither muon nor adamw"),
-        (["--answers", "a.jsonl", "--vocabulary", "some"], "--vocabulary 'some' is neither full nor answers"),
-        (["--answers", "a.jsonl", "--gamma", "4"], "dpace has weights of its own"),
-        (["--answers", "a.jsonl", "--eval-prompts", "0", "--patience", "2"], "--patience needs evaluations"),
-        (["--answers", "a.jsonl", "--pack-length", "5"], "longer than --pack-length 5"),
-        (["--answers", "a.jsonl", "--trained-length", "64"], "says from where --yarn stretches: pass both"),
-        (["--answers", "a.jsonl", "--yarn", "2"], "--yarn stretches the RoPE of a trained drafter"),
-        (["--answers", "a.jsonl", "--attention", "foo"], "--attention 'foo' is none of sdpa, eager, flex_attention"),
-        (["--answers", "a.jsonl", "--attention", "flex_attention"], "flex_attention needs a GPU"),
-        (["--answers", "large.jsonl"], "holds token 999, this target has"),
-        (["--answers", "later.jsonl", "--held-out", "2"], "no answer is one to a first turn"),
-        (["--answers", "bare.jsonl", "--prompts", "p.jsonl", "--prompts", "q.jsonl"], "another prompt with the id 'a'"),
-        (["--answers", "a.jsonl", "--dtype", "ones"], "--dtype 'ones' is none of float32, bfloat16, float16"),
-        (["--answers", "a.jsonl", "--epochs", "0"], "--epochs 0 trains nothing"),
-        (["--answers", "a.jsonl", "--learning-rate", "-1"], "Invalid value for '--learning-rate'"),
-        (["--answers", "a.jsonl", "--argument", "learning_rate=-1"], "cannot be trained with: Invalid learning rate"),
-        (["--answers", "a.jsonl", "--argument", "learning_rate=abc"], "--argument learning_rate=abc is no number"),
-        (["--answers", "a.jsonl", "--argument", "report_to=nonsense"], "nonsense is not supported"),
-        (["--answers", "a.jsonl", "--argument", f"report_to={ABSENT}"], "to be installed"),
-        (["--answers", "a.jsonl", "--argument", "report_to=[:"], "--argument 'report_to=[:' is no YAML"),
-        (["--answers", "a.jsonl", "--features", "f"], "not of this target"),
-        (["--answers", "a.jsonl", "--drafter", "d"], "--layers, --block-size shape a fresh drafter"),
+        (["--responses", "nowhere"], "no answers at nowhere; make them with `dflash-hub regenerate`"),
+        (["--responses", "a.jsonl", "--validation", "40"], "leave nothing to train on; lower --validation"),
+        (["--responses", "a.jsonl", "--loss", "mse"], "no loss 'mse'; there are ce, dpace, kl, tv"),
+        (["--responses", "a.jsonl", "--argument", "warmup"], "--argument 'warmup' is not NAME=VALUE"),
+        (["--responses", "a.jsonl", "--argument", "wamup_steps=3"], "['wamup_steps'] are no fields of"),
+        (["--responses", "a.jsonl", "--optimizer", "sgd"], "--optimizer 'sgd' is neither muon nor adamw"),
+        (["--responses", "a.jsonl", "--vocabulary", "some"], "--vocabulary 'some' is neither full nor answers"),
+        (["--responses", "a.jsonl", "--gamma", "4"], "dpace has weights of its own"),
+        (["--responses", "a.jsonl", "--eval-prompts", "0", "--patience", "2"], "--patience needs evaluations"),
+        (["--responses", "a.jsonl", "--pack-length", "5"], "longer than --pack-length 5"),
+        (["--responses", "a.jsonl", "--trained-length", "64"], "says from where --yarn stretches: pass both"),
+        (["--responses", "a.jsonl", "--yarn", "2"], "--yarn stretches the RoPE of a trained drafter"),
+        (["--responses", "a.jsonl", "--attention", "foo"], "--attention 'foo' is none of sdpa, eager, flex_attention"),
+        (["--responses", "a.jsonl", "--attention", "flex_attention"], "flex_attention needs a GPU"),
+        (["--responses", "large.jsonl"], "holds token 999, this target has"),
+        (["--responses", "later.jsonl", "--validation", "2"], "no answer is one to a first turn"),
+        (
+            ["--responses", "bare.jsonl", "--prompts", "p.jsonl", "--prompts", "q.jsonl"],
+            "another prompt with the id 'a'",
+        ),
+        (["--responses", "a.jsonl", "--dtype", "ones"], "--dtype 'ones' is none of float32, bfloat16, float16"),
+        (["--responses", "a.jsonl", "--epochs", "0"], "--epochs 0 trains nothing"),
+        (["--responses", "a.jsonl", "--learning-rate", "-1"], "Invalid value for '--learning-rate'"),
+        (["--responses", "a.jsonl", "--argument", "learning_rate=-1"], "cannot be trained with: Invalid learning rate"),
+        (["--responses", "a.jsonl", "--argument", "learning_rate=abc"], "--argument learning_rate=abc is no number"),
+        (["--responses", "a.jsonl", "--argument", "report_to=nonsense"], "nonsense is not supported"),
+        (["--responses", "a.jsonl", "--argument", f"report_to={ABSENT}"], "to be installed"),
+        (["--responses", "a.jsonl", "--argument", "report_to=[:"], "--argument 'report_to=[:' is no YAML"),
+        (["--responses", "a.jsonl", "--features", "f"], "not of this target"),
+        (["--responses", "a.jsonl", "--drafter", "d"], "--layers, --block-size shape a fresh drafter"),
     ],
 )
 def test_bad_options_are_named(tmp_path, monkeypatch, arguments, sentence):
@@ -325,7 +328,7 @@ def test_zero_3_is_refused_before_a_run_begins(tiny_pair, monkeypatch):
 
 
 TINY_RUN = (
-    "--target target --answers a.jsonl --held-out 2 --eval-prompts 1 --eval-new-tokens 6 --evaluations 1 --max-steps 1 "
+    "--target target --responses a.jsonl --validation 2 --eval-prompts 1 --eval-new-tokens 6 --evaluations 1 --max-steps 1 "
     "--batch-size 2 --num-anchors 4"
 ).split()
 
@@ -335,14 +338,14 @@ def test_a_runs_own_options_can_be_passed_back_and_its_drafter_in_any_layout(tin
     from dflash_hub.convert.exporting import export_drafter
     from dflash_hub.training import train as module
 
-    fresh = ["--layers", 1, "--block-size", 4, "--taps", "1,5", "--argument", "weight_decay=1e-4"]
+    fresh = ["--layers", 1, "--block-size", 4, "--target-layers", "1,5", "--argument", "weight_decay=1e-4"]
     done = invoke("train", *TINY_RUN, *fresh, "--output", "run")
     assert done.exit_code == 0, done.exception
     saved = yaml.safe_load((tiny_pair / "run" / "run.yaml").read_text())
     record = json.loads((tiny_pair / "run" / "drafter" / "training_record.json").read_text())
     assert saved["loss"] == "dpace" and saved["gamma"] is None and record["recipe"]["gamma"] is None
     rows = [json.loads(line) for line in (tiny_pair / "a.jsonl").read_text().splitlines()]
-    trained = [row for row in rows if row["id"] not in record["data"]["held_out"]]
+    trained = [row for row in rows if row["id"] not in record["data"]["validation"]]
     assert record["data"]["longest_row"] == max(len(row["prompt_ids"] + row["answer_ids"]) for row in trained)
     assert "| `gamma` | None |" in (tiny_pair / "run" / "drafter" / "README.md").read_text()
 
@@ -381,7 +384,7 @@ def test_a_runs_own_options_can_be_passed_back_and_its_drafter_in_any_layout(tin
 )
 def test_a_config_file_of_another_form_is_refused(tiny_pair, text, sentence):
     (tiny_pair / "run.yaml").write_text(text + "\n")
-    result = invoke("train", *TINY_RUN[:2], *["--answers"] * ("answers" not in text), *["a"] * ("answers" not in text),
+    result = invoke("train", *TINY_RUN[:2], *["--responses"] * ("answers" not in text), *["a"] * ("answers" not in text),
                     "--output", "run", "--config", "run.yaml")  # fmt: skip
     assert isinstance(result.exception, ValueError) and sentence in str(result.exception)
 
@@ -390,8 +393,8 @@ def test_an_unknown_dtype_is_named_by_every_command(tiny_pair):
     for command, *arguments in (
         ("regenerate", "--prompts", "prompts.jsonl", "--output", "x"),
         ("check", "--drafter", "drafter"),
-        ("train", "--answers", "a.jsonl", "--output", "x"),
-        ("align", "--drafter", "drafter", "--prompts", "prompts.jsonl", "--output", "x", "--held-out", 2),
+        ("train", "--responses", "a.jsonl", "--output", "x"),
+        ("align", "--drafter", "drafter", "--prompts", "prompts.jsonl", "--output", "x", "--validation", 2),
     ):
         result = invoke(command, "--target", "target", *arguments, "--dtype", "foo")
         assert "--dtype 'foo' is none of float32, bfloat16, float16" in str(result.exception), command
@@ -559,7 +562,7 @@ def test_align_keeps_the_drafters_mode_and_names_the_target_it_follows(tiny_pair
     drafter.save_pretrained("drafter")
     tiny_tokenizer(90, template=MODES).save_pretrained("target")
     small = [
-        "--held-out",
+        "--validation",
         2,
         "--max-steps",
         1,
@@ -624,7 +627,7 @@ def align_to_the_answers(tiny_pair, monkeypatch):
     monkeypatch.setattr(answers, "regenerate", answering)
 
     def run(*arguments):
-        fixed = ["--target", "target", "--output", "aligned", "--held-out", 2, "--drafter", "drafter"]
+        fixed = ["--target", "target", "--output", "aligned", "--validation", 2, "--drafter", "drafter"]
         result = invoke("align", *fixed, "--prompts", "prompts.jsonl", *arguments)
         assert not (tiny_pair / "aligned").exists()
         return result.exception
@@ -635,7 +638,7 @@ def align_to_the_answers(tiny_pair, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--held-out", 6], "leave nothing to train on; lower --held-out"),
+        (["--validation", 6], "leave nothing to train on; lower --validation"),
         (["--drafter", "target"], "is of no format that is known"),
         (["--drafter", "other"], "does not fit the target"),
         (["--rehearsal", "nowhere"], "no answers at nowhere"),
@@ -665,7 +668,7 @@ def test_align_reads_the_prompts_of_a_rehearsal_as_its_own(tiny_pair, align_to_t
     rows = [{"id": "p-1", "answer_ids": [5, 6]}, {"id": "org/set:question:2", "answer_ids": [5, 6]}]
     (tiny_pair / "bare.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = invoke(
-        "align", "--target", "target", "--output", "aligned", "--held-out", 2, "--drafter", "drafter", "--rehearsal", "bare.jsonl",
+        "align", "--target", "target", "--output", "aligned", "--validation", 2, "--drafter", "drafter", "--rehearsal", "bare.jsonl",
         "--prompts", "demo", "--prompts", "org/set", "--column", "question",
     )  # fmt: skip
     assert isinstance(result.exception, Answering), result.exception
@@ -676,7 +679,7 @@ def test_align_follows_with_a_drafter_in_another_layout(tiny_pair):
 
     export_drafter("drafter", "foreign", "transformers", target="target")
     result = invoke(
-        "align", "--target", "target", "--drafter", "foreign", "--prompts", "prompts.jsonl", "--output", "aligned", "--held-out", 2,
+        "align", "--target", "target", "--drafter", "foreign", "--prompts", "prompts.jsonl", "--output", "aligned", "--validation", 2,
         "--eval-prompts", 1, "--max-new-tokens", 12, "--max-steps", 1, "--evaluations", 1, "--learning-rate", 0, "--num-anchors", 4,
     )  # fmt: skip
     assert result.exit_code == 0, result.exception
@@ -689,13 +692,13 @@ def test_align_follows_with_a_drafter_in_another_layout(tiny_pair):
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
-        ("training.measure", ["--drafter", "drafter", "--answers", "a", "--dtype", "foo"]),
-        ("training.orderings", ["--answers", "nowhere", "--output", "x"]),
+        ("training.measure", ["--drafter", "drafter", "--responses", "a", "--dtype", "foo"]),
+        ("training.orderings", ["--responses", "nowhere", "--output", "x"]),
         ("training.cost", ["--vary", "width"]),
         ("benchmark.loop", ["--drafter", "target"]),
         ("benchmark.moving", ["--drafter", "target"]),
         ("benchmark.proposals", ["--drafter", "target"]),
-        ("benchmark.style_tuning", ["--answers", "nowhere", "--output", "x"]),
+        ("benchmark.style_tuning", ["--responses", "nowhere", "--output", "x"]),
     ],
 )
 def test_the_modules_that_measure_refuse_in_a_sentence(tiny_pair, monkeypatch, capsys, module, arguments):
@@ -717,7 +720,7 @@ def test_orderings_and_cost_print_their_tables(tiny_pair, monkeypatch, capsys):
     from dflash_hub.experiments import training_cost as cost
 
     chosen = ["base", "fixed blocks", "no features", "block 16, served at 8"]
-    small = {"target": "target", "rows": 4, "held_out": 2, "seconds": 0.01, "layers": 1}
+    small = {"target": "target", "rows": 4, "validation": 2, "seconds": 0.01, "layers": 1}
     with pytest.raises(ValueError, match="--variant 'sideways' is none of base, fixed blocks,"):
         orderings.main(["a.jsonl"], tiny_pair / "out", **small, variant=["base", "sideways"])
     orderings.main(["a.jsonl"], tiny_pair / "out", **small, variant=chosen)
@@ -790,7 +793,7 @@ def test_values_of_arguments_are_read_by_the_type_of_their_field(tmp_path, monke
 
 def test_a_config_file_with_an_unknown_option_is_refused(tmp_path):
     (tmp_path / "run.yaml").write_text("learning_rat: 0.1\n")
-    done = dflash_hub("train", "--answers", "a", "--output", "b", "--config", "run.yaml", cwd=tmp_path)
+    done = dflash_hub("train", "--responses", "a", "--output", "b", "--config", "run.yaml", cwd=tmp_path)
     assert done.returncode != 0 and "states ['learning_rat']; options are" in done.stderr
 
 
@@ -808,7 +811,7 @@ def test_pitfall_80_answers_of_another_thinking_mode_or_template_are_refused(tmp
     identity = identify(tiny_target("llama"))
 
     def load(tokenizer=tokenizer):
-        return load_rows(options.answers, {}, options, tokenizer, identity)
+        return load_rows(options.responses, {}, options, tokenizer, identity)
 
     rows, _, greedy = load()
     assert len(rows) == 1 and greedy
@@ -868,13 +871,13 @@ def test_two_processes_train_as_one_job_with_ddp_and_with_fsdp(tmp_path):
             "train",
             "--target",
             "target",
-            "--answers",
+            "--responses",
             "a.jsonl",
             "--output",
             name,
             *further,
         ]
-        command += "--layers 2 --block-size 4 --held-out 8 --eval-prompts 3 --num-anchors 100 --batch-size 4 --max-steps 6".split()
+        command += "--layers 2 --block-size 4 --validation 8 --eval-prompts 3 --num-anchors 100 --batch-size 4 --max-steps 6".split()
         command += ["--evaluations", "1", "--eval-new-tokens", "12", "--argument", "logging_steps=1"]
         # On CPUs `accelerate launch` wants mpirun; torchrun starts the same two processes.
         environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
@@ -905,7 +908,7 @@ def test_replayed_acceptance_of_a_set(tmp_path):
         "target",
         "--drafter",
         "drafter",
-        "--answers",
+        "--responses",
         "set",
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)

@@ -39,7 +39,7 @@ from dflash_hub.training.data import (
     placed,
     row_context,
     rows_of,
-    split_held_out,
+    split_validation,
     usable_rows,
 )
 from dflash_hub.training.examples import in_a_file
@@ -334,11 +334,11 @@ def test_rows_are_cut_dropped_and_split_by_prompt():
     with pytest.raises(ValueError, match="no row of the answers can be trained on"):
         usable_rows(rows[1:2], 10)
     rows = [row_of(3, 4, seed) for seed in range(8)] + [row_of(3, 4, 9) | {"id": "row-1", "turn": 1}]
-    training, held_out = split_held_out(rows, 3, 0)
-    assert len({row["id"] for row in held_out}) == 3
-    assert not {row["id"] for row in training} & {row["id"] for row in held_out}
+    training, validation = split_validation(rows, 3, 0)
+    assert len({row["id"] for row in validation}) == 3
+    assert not {row["id"] for row in training} & {row["id"] for row in validation}
     with pytest.raises(ValueError, match="leave nothing to train on"):
-        split_held_out(rows, 8, 0)
+        split_validation(rows, 8, 0)
 
 
 def test_examples_in_a_file_are_those_of_the_rows():
@@ -361,16 +361,16 @@ def test_memory_does_not_grow_with_the_tokens_of_the_answers(tmp_path):
         for i, row in enumerate(tokens)
     )
     (tmp_path / "answers.jsonl").write_text("\n".join(lines) + "\n")
-    options = TrainOptions(target="t", answers=[str(tmp_path / "answers.jsonl")], output="run", max_length=1800)
+    options = TrainOptions(target="t", responses=[str(tmp_path / "answers.jsonl")], output="run", max_length=1800)
     tracemalloc.start()
     try:
-        rows, files, _ = training_run.load_rows(options.answers, {}, options, tokenizer)
-        training, held_out = split_held_out(usable_rows(rows, options.max_length)[0], 4, 0)
+        rows, files, _ = training_run.load_rows(options.responses, {}, options, tokenizer)
+        training, validation = split_validation(usable_rows(rows, options.max_length)[0], 4, 0)
         dataset = PackedRows(training, 4000, 0)
         held, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert files[0]["answer_tokens"] == 24 * 1900 and sum(dataset.lengths()) == 20 * 1800 and len(held_out) == 4
+    assert files[0]["answer_tokens"] == 24 * 1900 and sum(dataset.lengths()) == 20 * 1800 and len(validation) == 4
     assert held < 2.0 * tokens.numel() and peak < 8.0 * tokens.numel(), (held, peak)
 
 
