@@ -41,7 +41,7 @@ def init_drafter(
     output: str | None,
     layers: int = 5,
     block_size: int = 16,
-    taps: list[int] | None = None,
+    target_layers: list[int] | None = None,
     window: int | None = None,
     mask_token: str | None = None,
     from_target_layers: bool = False,
@@ -55,7 +55,7 @@ def init_drafter(
 
     Args:
         layers: depth of the drafter (paper: 5; 8 for a wide mixture of experts).
-        taps: tapped layers; by default five, spread by the paper's rule.
+        target_layers: whose hidden states the drafter reads; by default five, spread by the paper's rule.
         window: makes all layers but the last slide, as in z-lab's newer releases.
         mask_token: id or text of the token that stands for one to be drafted; by default chosen, see `choose_mask_token`.
         from_target_layers: start from the target's last layers and final norm instead of random weights.
@@ -75,7 +75,7 @@ def init_drafter(
         tokenizer, embedding_rows(skeleton), mask_token, _special_ids(target_config) | ends
     )
     reasons.append(reason)
-    config = derive_config(skeleton, mask_id, layers, block_size, taps, window, reasons)
+    config = derive_config(skeleton, mask_id, layers, block_size, target_layers, window, reasons)
     config = DFlashConfig.from_dict(
         config.to_dict(),
         target_name_or_path=recorded_name(target),

@@ -154,7 +154,7 @@ def table(results: list[dict]) -> str:
 
 
 def main(
-    answers: Annotated[list[str], typer.Option(help="Answers: file or folder; repeatable.")],
+    responses: Annotated[list[str], typer.Option(help="Responses: file or folder; repeatable.")],
     output: Annotated[Path, typer.Option(help="Folder of the results; finished variants are not run again.")],
     prompts: Annotated[list[str] | None, typer.Option(help="Prompts of answers that do not repeat them.")] = None,
     target: Annotated[str | None, typer.Option(help="Default: SmolLM2-135M-Instruct.")] = None,
@@ -171,13 +171,13 @@ def main(
     if unknown:
         raise ValueError(f"--variant {unknown[0]!r} is none of {', '.join(known.name for known in VARIANTS)}.")
     base = TrainOptions(
-        target=target or smollm2()[0], responses=answers, output=str(output), prompts=[prompt_source(p) for p in prompts or []],
+        target=target or smollm2()[0], responses=responses, output=str(output), prompts=[prompt_source(p) for p in prompts or []],
         layers=layers, block_size=8, loss="ce", num_anchors=32, vocabulary="answers",
         features=str(output / "features"), dtype="bfloat16", bf16=True, max_length=800, learning_rate=6e-4,
         optimizer="adamw", seed=seed, batch_size=2,  # many small steps: what a lever does shows early
     )  # fmt: skip
     loaded, tokenizer = load_target(base.target, base.dtype)
-    found, _, _ = load_rows(answers, prompts_by_id(base), base, tokenizer)
+    found, _, _ = load_rows(responses, prompts_by_id(base), base, tokenizer)
     found, _ = usable_rows([row for row in found if row["id"].startswith(only)], base.max_length)
     random.Random(0).shuffle(found)
     training, measured = split_validation(found[: rows + validation], validation, 0)

@@ -28,7 +28,7 @@ from ..training.train import check_answerer, other_text_settings
 
 def main(
     drafter: Annotated[str, typer.Option(help="Repository or folder.")],
-    answers: Annotated[list[Path], typer.Option(help="Folder of greedy answers; repeatable.")],
+    responses: Annotated[list[Path], typer.Option(help="Folder of greedy responses; repeatable.")],
     target: Annotated[str | None, typer.Option(help="Default: SmolLM2-135M-Instruct.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
 ):
@@ -38,7 +38,7 @@ def main(
     model = DFlashDraftModel.from_pretrained(drafter, dtype=loaded.dtype).to(loaded.device).eval()
     check_finite(dict(model.named_parameters()), drafter)
     lines, taus = [], []
-    for folder in answers:
+    for folder in responses:
         settings = read_json(folder / "settings.json", "generation", "identity")
         check_answerer(folder, settings, identity)
         if settings["generation"].get("do_sample", True):

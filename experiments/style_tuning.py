@@ -37,7 +37,7 @@ def styled(row: dict, tokenizer, max_length: int) -> dict:
 
 
 def main(
-    answers: Annotated[list[str], typer.Option(help="Answers of the target: file or folder; repeatable.")],
+    responses: Annotated[list[str], typer.Option(help="Responses of the target: file or folder; repeatable.")],
     output: Annotated[Path, typer.Option(help="Folder of the tuned target.")],
     target: Annotated[str | None, typer.Option(help="Default: SmolLM2-135M-Instruct.")] = None,
     prompts: Annotated[list[str] | None, typer.Option(help="Prompts of answers that do not repeat them.")] = None,
@@ -52,8 +52,8 @@ def main(
     target = target or smollm2()[0]
     tokenizer = AutoTokenizer.from_pretrained(target)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    options = TrainOptions(target, answers, str(output), prompts=[prompt_source(p) for p in prompts or []])
-    found, _, _ = load_rows(answers, prompts_by_id(options), options, tokenizer)
+    options = TrainOptions(target, responses, str(output), prompts=[prompt_source(p) for p in prompts or []])
+    found, _, _ = load_rows(responses, prompts_by_id(options), options, tokenizer)
     found = [row for row in found if row["id"].startswith(only)]
     if not found:
         raise ValueError(f"--only {only!r} leaves no answer to tune on.")

@@ -692,13 +692,13 @@ def test_align_follows_with_a_drafter_in_another_layout(tiny_pair):
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
-        ("training.measure", ["--drafter", "drafter", "--responses", "a", "--dtype", "foo"]),
-        ("training.orderings", ["--responses", "nowhere", "--output", "x"]),
-        ("training.cost", ["--vary", "width"]),
-        ("benchmark.loop", ["--drafter", "target"]),
-        ("benchmark.moving", ["--drafter", "target"]),
-        ("benchmark.proposals", ["--drafter", "target"]),
-        ("benchmark.style_tuning", ["--responses", "nowhere", "--output", "x"]),
+        ("experiments.replayed_acceptance", ["--drafter", "drafter", "--responses", "a", "--dtype", "foo"]),
+        ("experiments.ablations", ["--responses", "nowhere", "--output", "x"]),
+        ("experiments.training_cost", ["--vary", "width"]),
+        ("experiments.loop_overhead", ["--drafter", "target"]),
+        ("experiments.moving_sequences", ["--drafter", "target"]),
+        ("experiments.sampling_proposals", ["--drafter", "target"]),
+        ("experiments.style_tuning", ["--responses", "nowhere", "--output", "x"]),
     ],
 )
 def test_the_modules_that_measure_refuse_in_a_sentence(tiny_pair, monkeypatch, capsys, module, arguments):
