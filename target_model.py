@@ -258,7 +258,8 @@ class PassLimits:
 
     - The end of the position table, where a target has one: a draft may reach past it although the text ends before.
     - LongRoPE takes other factors for a whole pass that reaches beyond its original length.
-    - Dynamic NTK takes another base for every length beyond it, so nothing is drafted there.
+    - Dynamic NTK takes another base for every length beyond the table, so nothing is drafted there. Nor does a draft reach the
+      table's last position: in a pass up to it the base is that of the pass before, which may be a processor's own.
     """
 
     def __init__(self, target: PreTrainedModel):
@@ -267,8 +268,9 @@ class PassLimits:
         rope = getattr(config, "rope_parameters", None) or {}
         ropes = [value for value in rope.values() if isinstance(value, dict)] or [rope]
         self.limits = [r["original_max_position_embeddings"] for r in ropes if r.get("rope_type") == "longrope"]
-        self.limits += [table] if isinstance(table, int) else []
-        self.last = table if any("dynamic" in (r.get("rope_type") or "") for r in ropes) else None
+        dynamic = any("dynamic" in (r.get("rope_type") or "") for r in ropes)
+        self.limits += [table - dynamic] if isinstance(table, int) else []
+        self.last = table - 1 if dynamic else None
         # The longest row of a batch then decides for all.
         self.by_length = self.last is not None or any(r.get("rope_type") == "longrope" for r in ropes)
 
