@@ -316,6 +316,12 @@ def pair_of(case: Case):
     return _target(*of_target), _drafter(*of_target, case.block_size, repr(case.drafter))
 
 
+def forget_targets():
+    """Make targets and drafters anew from here on."""
+    _target.cache_clear()
+    _drafter.cache_clear()
+
+
 def prompts_of(lengths, seed: int, padding: str) -> tuple[torch.LongTensor, torch.LongTensor]:
     """Seeded prompts of these lengths, padded to the longest: (ids, attention mask)."""
     generator, longest = torch.Generator().manual_seed(seed), max(lengths)
