@@ -259,6 +259,8 @@ def test_the_table_names_every_family_and_none_is_wrong():
 @pytest.mark.parametrize("family", ("gpt2", "opt", "bloom", "gpt_oss", "qwen3_5", "lfm2", "git", "mamba"))
 def test_the_table_holds(family):
     """Learned positions, ALiBi, windows, mrope and states, and one that is kept in lockstep; `make test-slow` tries them all."""
+    if transformers.__version__ not in (ROOT / "docs/families.md").read_text():
+        pytest.skip("the table is of another transformers")
     assert trial(family)[:3] == table()[family]
 
 
