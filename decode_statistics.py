@@ -1,10 +1,13 @@
 """What a call of `generate` with a drafter did, round by round."""
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass, field
 
+from transformers.generation import GenerateDecoderOnlyOutput
 
-@dataclass
+
+@dataclass(repr=False)
 class Speculation:
     """Statistics of one call. A round is one draft and the target pass that verified it, after the prompt's pass.
 
@@ -19,6 +22,7 @@ class Speculation:
         check_passes: of the target, whether it reads several tokens as it reads them one by one; in the first call of a kind.
         stopped_drafting: whether drafting ended because the drafter's logits were not finite.
         processor_passes: of the target, made by logits processors (guidance), and not among `target_passes`.
+        undrafted: rounds of the batch without draft tokens, counted by the reason.
     """
 
     acceptance_lengths: list[list[int]] = field(default_factory=lambda: [[]])
@@ -31,6 +35,7 @@ class Speculation:
     check_passes: int = 0
     processor_passes: int = 0
     stopped_drafting: bool = False
+    undrafted: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def of_rows(cls, rows: int) -> "Speculation":
@@ -41,11 +46,40 @@ class Speculation:
         self.accepted[row].append(accepted)
         self.acceptance_lengths[row].append(added)
 
+    def count_undrafted(self, asked: int, left: int, room: int):
+        """Count a round of the batch without draft tokens, by its reason.
+
+        Args:
+            asked: draft tokens of a round, at most, as the call asks for them.
+            left: that the text has room for.
+            room: that the target has room for.
+        """
+        if asked == 0:
+            reason = "`num_assistant_tokens` is 0"
+        elif self.stopped_drafting:
+            reason = "the drafter's logits are not finite"
+        elif left <= 0:
+            reason = "the text may grow by one token only"
+        elif room == 0:
+            reason = "the target's positions or KV cache have no room for them"
+        else:
+            reason = "the adaptive draft length chose none: drafting does not pay, or a pass without drafts is measured"
+        self.undrafted[reason] += 1
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that the call added, over all sequences: one of the prefill, and those of the rounds."""
+        return sum(1 + sum(lengths) for lengths in self.acceptance_lengths)
+
     @property
     def tau(self) -> float:
         """Mean acceptance length of the rounds, over all rows; nan if there was none."""
-        lengths = [*itertools.chain(*self.acceptance_lengths)]
-        return sum(lengths) / len(lengths) if lengths else float("nan")
+        return _mean([*itertools.chain(*self.acceptance_lengths)])
+
+    @property
+    def drafted_acceptance_length(self) -> float:
+        """Mean acceptance length of the rounds with draft tokens, over all sequences; nan if there was none."""
+        return _mean([length for length, drafted, _ in self._rounds() if drafted > 0])
 
     @property
     def num_drafted(self) -> int:
@@ -58,9 +92,81 @@ class Speculation:
     @property
     def slot_acceptance(self) -> list[float]:
         """For slot k = 1, 2, ...: of the rounds that drafted slot k, the share whose slots 1 to k were all accepted."""
-        rounds = [*zip(itertools.chain(*self.drafted), itertools.chain(*self.accepted))]
-        shares = []
-        for slot in range(1, max((drafted for drafted, _ in rounds), default=0) + 1):
-            reached = [accepted >= slot for drafted, accepted in rounds if drafted >= slot]
-            shares.append(sum(reached) / len(reached))
+        rounds, shares = self._rounds(), []
+        for slot in range(1, max((drafted for _, drafted, _ in rounds), default=0) + 1):
+            shares.append(_mean([accepted >= slot for _, drafted, accepted in rounds if drafted >= slot]))
         return shares
+
+    def _rounds(self) -> list[tuple[int, int, int]]:
+        """(acceptance length, draft tokens, accepted ones) of every round of every sequence."""
+        return [*zip(*(itertools.chain(*rows) for rows in (self.acceptance_lengths, self.drafted, self.accepted)))]
+
+    # ---- for people and logs
+
+    def to_dict(self) -> dict[str, int | float]:
+        """Return the figures of the call under names for a log: counts, means and shares. A mean of nothing is left out."""
+        rounds = self._rounds()
+        figures = {
+            "sequences": len(self.acceptance_lengths),
+            "new_tokens": self.new_tokens,
+            "target_passes": self.target_passes,
+            "drafter_passes": self.drafter_passes,
+            "rounds": len(rounds),
+            "rounds_with_draft": sum(drafted > 0 for _, drafted, _ in rounds),
+            "draft_tokens": self.num_drafted,
+            "accepted_draft_tokens": self.num_accepted,
+        }
+        if rounds:
+            figures["acceptance_length"] = self.tau
+        if self.num_drafted:
+            figures["acceptance_length_with_draft"] = self.drafted_acceptance_length
+            figures["acceptance_rate"] = self.num_accepted / self.num_drafted
+        return figures | {f"acceptance_position_{k}": share for k, share in enumerate(self.slot_acceptance, start=1)}
+
+    def summary(self) -> str:
+        """Say in a few lines what the call did: tokens, forward passes, rounds, acceptance, and why nothing was drafted."""
+        figures, of = self.to_dict(), _count(len(self.acceptance_lengths), "sequence")
+        extra = {"check": "to check the target", "prefix": "over a cached prefix", "replay": "to roll back"}
+        extra = [f"{n} {why}" for kind, why in extra.items() if (n := getattr(self, f"{kind}_passes"))]
+        if self.processor_passes:
+            extra.append(f"{self.processor_passes} more by logits processors")
+        passes = f"{_count(self.target_passes, 'forward pass')} of the target" + (
+            f" ({', '.join(extra)})" if extra else ""
+        )
+        drafted = figures["rounds_with_draft"]
+        lines = [
+            f"{_count(self.new_tokens, 'new token')} of {of}: {passes}, {self.drafter_passes} of the drafter",
+            f"rounds: {drafted} with draft tokens, {figures['rounds'] - drafted} without",
+        ]
+        lines += [f"  no draft tokens in {_count(n, 'round')}: {reason}" for reason, n in self.undrafted.most_common()]
+        if drafted:
+            lines += [
+                f"acceptance length: {self.drafted_acceptance_length:.2f} over rounds with draft tokens, {self.tau:.2f} over all",
+                f"draft tokens: {self.num_accepted} of {self.num_drafted} accepted ({figures['acceptance_rate']:.0%})",
+                "accepted up to position 1, 2, ...: " + " ".join(f"{share:.2f}" for share in self.slot_acceptance),
+            ]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def __repr__(self) -> str:
+        shown = {name: value for name, value in self.to_dict().items() if not name.startswith("acceptance_position")}
+        return f"Speculation({', '.join(f'{name}={round(value, 2)}' for name, value in shown.items())})"
+
+
+@dataclass(repr=False)
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """What plain `generate` returns, with the statistics of the call beside its fields."""
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, speculation={self.speculation!r})"
+
+
+def _mean(values: list) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+def _count(count: int, what: str) -> str:
+    plural = "es" if what.endswith("s") else "s"
+    return f"{count} {what}{'' if count == 1 else plural}"

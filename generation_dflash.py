@@ -14,7 +14,6 @@ from contextlib import contextmanager
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from .decode_choice import NO_DRAFT, GumbelNoise, Sampler, separable
@@ -35,6 +34,7 @@ from .decode_settings import (
     without,
 )
 from .decode_state import Call, DecodeState
+from .decode_statistics import SpeculativeOutput
 from .drafter_candidates import AcceptedTokens, DFlashCandidateGenerator, Draft, Proposer
 from .target_model import CACHE, embedding_rows, tapped
 from .target_ranks import TargetRanks
@@ -265,12 +265,13 @@ class Decoding:
         )  # the target adds one
         room = runner.room(runner.longest_position(lengths, resting), min(most, max(left, 0)))
         (wanted,) = state.ranks.agree([self.schedule.next(resting.count(False), runner.inputs.columns)])
-        if not runner.rollback.fixed_lengths:
-            return min(wanted, room)
-        # Few lengths, as a target may be compiled for each.
-        choices = (most,) if isinstance(self.schedule, FixedSchedule) else (most // 2, most)
-        choices = [n for n in choices if 0 < n <= room]
-        return next((n for n in choices if n >= wanted), choices[-1]) if wanted and choices else 0
+        if runner.rollback.fixed_lengths:  # few of them, as a target may be compiled for each
+            choices = (most,) if isinstance(self.schedule, FixedSchedule) else (most // 2, most)
+            room = max((n for n in choices if n <= room), default=0)
+            wanted = min((n for n in choices if n >= wanted > 0), default=min(wanted, room))
+        if min(wanted, room) == 0:
+            state.speculation.count_undrafted(self.schedule.most, left, min(most, room))
+        return min(wanted, room)
 
     def propose(self, plan: int) -> Draft:
         """Let the proposer draft `plan` tokens behind each anchor."""
@@ -455,7 +456,7 @@ class Decoding:
         sequences = state.text.finished()
         if not call.config.return_dict_in_generate:
             return sequences, speculation
-        output = GenerateDecoderOnlyOutput(
+        output = SpeculativeOutput(
             sequences=sequences, scores=recorder.scores, logits=recorder.logits, attentions=recorder.attentions,
             hidden_states=recorder.hidden_states, **{CACHE: runner.cache},
         )  # fmt: skip
