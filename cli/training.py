@@ -1,6 +1,5 @@
 """The commands of training: `regenerate`, `train`, `check`, `align`. Heavy imports wait until a command runs."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated
@@ -11,10 +10,8 @@ from typer import Option
 from ..common.console import typed_command
 from ..common.files import read_yaml
 from ..common.prompts import prompt_source, read_prompts
-from ..training.options import FRESH, TrainOptions, with_new_names
-
-DEFAULT = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
-
+from ..training.options import TrainOptions, with_new_names
+from .options import takes_fields
 
 RECORDED = ("data", "weights")  # of `run.yaml`, and no options
 
@@ -149,101 +146,37 @@ def answer_prompts(
         raise typer.Exit(1)
 
 
+@takes_fields(TrainOptions)
 def train(
-    responses: Annotated[list[str], Option(help="Folder or file of `dflash-hub regenerate`; repeatable.")],
-    output: Annotated[str, Option(help="Folder of the run.")],
     target: Annotated[str | None, Option(help="Repository or folder. Default: SmolLM2-135M-Instruct.")] = None,
     config: Config = None,
     resume: Annotated[bool, Option("--resume", help="Go on from the last checkpoint.")] = False,
-    prompts: Annotated[list[str] | None, Option(help="JSONL of prompts, for answers that do not repeat them.")] = None,
-    column: Annotated[
-        str | None, Option(help="Column of a data set with the prompt's text. Default: messages.")
-    ] = None,
-    rehearsal: Annotated[
-        list[str] | None, Option(help="Further answers, trained on but never held out; repeatable.")
-    ] = None,
-    rehearsal_share: Annotated[float, Option(min=0.0, help="How many of them, as a share.")] = DEFAULT[
-        "rehearsal_share"
-    ],
-    drafter: Annotated[
-        str | None, Option(help="Warm start: a drafter's repository or folder, kept as configured.")
-    ] = None,
-    layers: Annotated[int | None, Option(min=1, help=f"Depth of a fresh drafter. Default: {FRESH['layers']}.")] = None,
-    block_size: Annotated[
-        int | None, Option(min=2, help=f"Block of a fresh drafter. Default: {FRESH['block_size']}.")
-    ] = None,
     target_layers: Annotated[
         str | None, Option(help="Target layers whose hidden states a fresh drafter reads, as 1,9,17.")
-    ] = None,
-    mask_token: Annotated[str | None, Option(help="Id or text of the mask token of a fresh drafter.")] = None,
-    from_target_layers: Annotated[bool, Option(help="Start from the target's last layers.")] = False,
-    window: Annotated[int | None, Option(min=2, help="Let all layers but the last slide.")] = None,
-    yarn: Annotated[float | None, Option(min=1.0, help="Stretch the RoPE of --drafter by this factor.")] = None,
-    trained_length: Annotated[
-        int | None,
-        Option(min=2, help="Length that --yarn stretches from. Default: the longest text of the drafter's record."),
-    ] = None,
-    loss: Annotated[str, Option(help="ce, dpace, kl or tv.")] = DEFAULT["loss"],
-    gamma: Annotated[
-        float | None, Option(min=0.0, help="Decay of slot weights; 0: uniform. Default: the paper's.")
-    ] = None,
-    num_anchors: Annotated[int, Option(min=1, help="Anchors a row and step, at most.")] = DEFAULT["num_anchors"],
-    vocabulary: Annotated[str, Option(help="Of the loss: full, or answers (theirs and some drawn).")] = DEFAULT[
-        "vocabulary"
-    ],
-    negatives: Annotated[int, Option(min=0, help="Tokens drawn a step, for --vocabulary answers.")] = DEFAULT[
-        "negatives"
-    ],
-    max_length: Annotated[int, Option(min=4, help="Tokens of prompt and answer; longer rows are cut.")] = DEFAULT[
-        "max_length"
-    ],
-    pack_length: Annotated[int | None, Option(min=4, help="Pack rows together up to this length.")] = None,
-    features: Annotated[
-        str | None, Option(help="Folder to keep the target's features in. Default: made in the step.")
-    ] = None,
-    validation: Annotated[int, Option(min=1, help="Prompts kept for evaluation.")] = DEFAULT["validation"],
-    eval_prompts: Annotated[int, Option(min=0, help="Of these, answered in real generation.")] = DEFAULT[
-        "eval_prompts"
-    ],
-    eval_new_tokens: Annotated[int, Option(min=2, help="Tokens of such an answer.")] = DEFAULT["eval_new_tokens"],
-    evaluations: Annotated[int, Option(min=1, help="Evaluations and checkpoints of the run.")] = DEFAULT["evaluations"],
-    patience: Annotated[int | None, Option(min=1, help="Stop after so many evaluations without a better one.")] = None,
-    epochs: Annotated[float, Option(min=0.0, help="Passes over the answers.")] = DEFAULT["epochs"],
-    max_steps: Annotated[int, Option(help="Steps instead of epochs.")] = DEFAULT["max_steps"],
-    batch_size: Annotated[int, Option(min=1, help="Rows a step and process.")] = DEFAULT["batch_size"],
-    accumulate: Annotated[int, Option(min=1, help="Batches an optimizer step.")] = DEFAULT["accumulate"],
-    optimizer: Annotated[str, Option(help="muon (AdamW for the norms), or adamw.")] = DEFAULT["optimizer"],
-    learning_rate: Annotated[float, Option(min=0.0, help="Peak of a cosine schedule.")] = DEFAULT["learning_rate"],
-    warmup: Annotated[float, Option(min=0.0, max=1.0, help="Share of steps.")] = DEFAULT["warmup"],
-    attention: Annotated[str | None, Option(help="sdpa, eager or flex_attention. Default: flex on CUDA.")] = None,
-    dtype: Annotated[str, Option(help="Of the target: float32, bfloat16 or float16.")] = DEFAULT["dtype"],
-    bf16: Annotated[bool, Option("--bf16", help="Autocast; the drafter's weights stay float32.")] = False,
-    gradient_checkpointing: Annotated[bool, Option("--gradient-checkpointing", help="Less memory, more time.")] = False,
-    seed: Annotated[int, Option(help="Of everything drawn.")] = DEFAULT["seed"],
-    thinking: Annotated[bool | None, Option(help="Thinking mode that the answers were made in.")] = None,
-    greedy_responses: Annotated[
-        bool | None, Option("--greedy-responses/--sampled-responses", help="Where the answers' settings do not say it.")
     ] = None,
     argument: Annotated[
         list[str] | None, Option(help="NAME=VALUE of transformers' TrainingArguments, as report_to=wandb; repeatable.")
     ] = None,
+    **fields,
 ):
-    """Train a drafter for a target on the target's own answers; one process, or under `accelerate launch`."""
+    """Train a drafter for a target on the target's own responses; one process, or under `accelerate launch`."""
     from ..training.train import train as run
 
-    values = {name: value for name, value in locals().items() if name in DEFAULT}
-    values["target"] = target or default_target()
-    values["target_layers"] = layer_list(target_layers)
-    values |= {"prompts": [prompt_source(name) for name in prompts or []], "rehearsal": rehearsal or []}
-    values["arguments"] = dict(read_argument(text) for text in argument or [])
-    figures = run(TrainOptions(**values), typed_command(), resume)
+    fields["prompts"] = [prompt_source(name) for name in fields["prompts"]]
+    options = TrainOptions(
+        target=target or default_target(),
+        target_layers=layer_list(target_layers),
+        arguments=dict(read_argument(text) for text in argument or []),
+        **fields,
+    )
+    figures = run(options, typed_command(), resume)
     if figures:
         typer.echo(json_lines(figures))
         if "teacher_forced_acceptance_length" in figures:
             typer.echo("(teacher-forced is higher than real: anchors at random meet long accepted runs more often)")
         typer.echo(
-            f"wrote {output}/drafter, {output}/curves.png\n"
-            f"next: dflash-hub bench --target {values['target']} --drafter {output}/drafter --prompts OTHERS --output bench-run"
+            f"wrote {options.output}/drafter, {options.output}/curves.png\n"
+            f"next: dflash-hub bench --target {options.target} --drafter {options.output}/drafter --prompts OTHERS --output bench-run"
         )
 
 
@@ -291,42 +224,19 @@ def check(
         raise typer.Exit(1)
 
 
+@takes_fields(
+    TrainOptions, "column", "rehearsal", "rehearsal_share", "batch_size", "max_steps", "num_anchors", "vocabulary", "features",
+    "validation", "eval_prompts", "dtype", "bf16", "seed", "thinking",
+    epochs=4.0, optimizer="adamw", learning_rate=3e-4, evaluations=8, patience=2,
+)  # fmt: skip
 def align(
     drafter: Annotated[str, Option(help="The drafter, made for the target before it changed: repository or folder.")],
     target: Annotated[str, Option(help="The changed target: repository or folder.")],
     output: Annotated[Path, Option(help="Folder of the alignment; an interrupted one is continued.")],
     prompts: Annotated[list[str], Option(help="JSONL file of prompts, or a data set: NAME or NAME:SPLIT; repeatable.")],
-    column: Annotated[
-        str | None, Option(help="Column of a data set with the prompt's text. Default: messages.")
-    ] = None,
     count: Annotated[int, Option(min=4, help="Prompts that the changed target answers.")] = 256,
-    rehearsal: Annotated[
-        list[str] | None, Option(help="Answers that the drafter was trained on before: file or folder; repeatable.")
-    ] = None,
-    rehearsal_share: Annotated[float, Option(min=0.0, help="How many of them, as a share.")] = DEFAULT[
-        "rehearsal_share"
-    ],
-    max_new_tokens: Annotated[int, Option(min=2, help="Tokens of an answer, at most.")] = 512,
-    batch_size: Annotated[int, Option(min=1, help="Rows a step.")] = DEFAULT["batch_size"],
-    epochs: Annotated[float, Option(min=0.0, help="Passes over the answers, at most.")] = 4.0,
-    max_steps: Annotated[int, Option(help="Steps instead of epochs.")] = DEFAULT["max_steps"],
-    num_anchors: Annotated[int, Option(min=1, help="Anchors a row and step, at most.")] = DEFAULT["num_anchors"],
-    vocabulary: Annotated[str, Option(help="Of the loss: full, or answers.")] = DEFAULT["vocabulary"],
-    features: Annotated[
-        str | None, Option(help="Folder to keep the target's features in. Default: made in the step.")
-    ] = None,
-    optimizer: Annotated[str, Option(help="adamw, or muon.")] = "adamw",
-    learning_rate: Annotated[float, Option(min=0.0, help="Peak of a cosine schedule.")] = 3e-4,
-    validation: Annotated[int, Option(min=1, help="Prompts kept for evaluation.")] = DEFAULT["validation"],
-    eval_prompts: Annotated[int, Option(min=1, help="Of these, answered in real generation.")] = DEFAULT[
-        "eval_prompts"
-    ],
-    evaluations: Annotated[int, Option(min=1, help="Evaluations of the run, at most.")] = 8,
-    patience: Annotated[int, Option(min=1, help="Stop after so many evaluations without a better one.")] = 2,
-    dtype: Annotated[str, Option(help="Of the target: float32, bfloat16 or float16.")] = DEFAULT["dtype"],
-    bf16: Annotated[bool, Option("--bf16", help="Autocast; the drafter's weights stay float32.")] = False,
-    seed: Annotated[int, Option(help="Of everything drawn.")] = DEFAULT["seed"],
-    thinking: Annotated[bool | None, Option(help="Thinking mode of the target's template, where it has one.")] = None,
+    max_new_tokens: Annotated[int, Option(min=2, help="Tokens of a response, at most.")] = 512,
+    **fields,
 ):
     """Follow a target that was fine-tuned, quantised or merged: answers, fine-tuning, and the better drafter kept."""
     import accelerate
@@ -336,14 +246,19 @@ def align(
 
     if accelerate.PartialState().num_processes > 1:
         raise ValueError("align runs in one process; train in many with `dflash-hub train --drafter`.")
-    values = {name: value for name, value in locals().items() if name in DEFAULT}
-    values |= {"responses": [str(output / "answers")], "output": str(output), "rehearsal": rehearsal or []}
-    values["prompts"] = [prompt_source(name) for name in prompts] if rehearsal else []
-    rows = chosen_prompts(prompts, column, count, seed)
-    options = check_alignment(TrainOptions(**values), rows)
+    rows = chosen_prompts(prompts, fields["column"], count, fields["seed"])
+    options = TrainOptions(
+        target=target,
+        responses=[str(output / "answers")],
+        output=str(output),
+        drafter=drafter,
+        prompts=[prompt_source(name) for name in prompts] if fields["rehearsal"] else [],
+        **fields,
+    )
+    options = check_alignment(options, rows)
     answer_prompts(
         rows, output / "answers", target, max_new_tokens=max_new_tokens, max_prompt_tokens=2048,
-        sampling={"do_sample": False}, thinking=options.thinking, batch_size=64, dtype=dtype, seed=seed,
+        sampling={"do_sample": False}, thinking=options.thinking, batch_size=64, dtype=options.dtype, seed=options.seed,
     )  # fmt: skip
     typer.echo(run(options, output, typed_command()))
     typer.echo(

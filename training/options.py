@@ -1,6 +1,9 @@
-"""The options of a training run; light to import, since the command line does."""
+"""The options of a training run, each stated once: `dflash-hub train` and `align` take them from here. Light to import."""
 
 from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from typer import Option
 
 FRESH = {"layers": 5, "block_size": 16}
 # Options by the names that they had in 0.1.0, whose files are still read.
@@ -10,52 +13,85 @@ ATTENTION = ("sdpa", "eager", "flex_attention")
 
 @dataclass
 class TrainOptions:
-    """Everything that defines a run. `None` where the default depends on the drafter or the machine; resolved in `run.yaml`."""
+    """Everything that defines a run. `None` where the default depends on the drafter or the machine; resolved in `run.yaml`.
+
+    A field with an `Option` is an option of the command as it stands. The others are spelled otherwise on a command line,
+    and the command says how.
+    """
 
     target: str
-    responses: list[str]  # files or folders of `dflash-hub regenerate`
-    output: str
-    rehearsal: list[str] = field(default_factory=list)  # further answers, trained on but never held out
-    rehearsal_share: float = 0.25  # how many of them at most, as a share of the other rows
-    prompts: list[str] = field(default_factory=list)  # for answers that name prompts without repeating them
-    column: str | None = None  # of a data set among them, with the prompt's text
-    drafter: str | None = None  # warm start: repository or folder
-    layers: int | None = None  # of a fresh drafter, as the next four; None: as in `FRESH`
-    block_size: int | None = None
+    responses: Annotated[list[str], Option(help="Folder or file of `dflash-hub regenerate`; repeatable.")]
+    output: Annotated[str, Option(help="Folder of the run.")]
+    rehearsal: Annotated[
+        list[str], Option(help="Further responses, trained on but never used for validation; repeatable.")
+    ] = field(default_factory=list)
+    rehearsal_share: Annotated[float, Option(min=0.0, help="At most so many of them, as a share of the others.")] = 0.25
+    prompts: Annotated[list[str], Option(help="JSONL of prompts, for responses that do not repeat them.")] = field(
+        default_factory=list
+    )
+    column: Annotated[str | None, Option(help="Column of a data set with the prompt's text. Default: messages.")] = None
+    drafter: Annotated[str | None, Option(help="Warm start: a drafter's repository or folder, kept as configured.")] = (
+        None
+    )
+    layers: Annotated[int | None, Option(min=1, help=f"Depth of a fresh drafter. Default: {FRESH['layers']}.")] = None
+    block_size: Annotated[
+        int | None, Option(min=2, help=f"Block of a fresh drafter. Default: {FRESH['block_size']}.")
+    ] = None
     target_layers: list[int] | None = None
-    mask_token: str | None = None
-    from_target_layers: bool = False
-    window: int | None = None  # all layers but the last slide
-    yarn: float | None = None  # warm start: stretch RoPE by this factor
-    trained_length: int | None = None  # from this length; None: as its record says
-    loss: str = "dpace"
-    gamma: float | None = None  # None: the paper's for this block; 0: uniform weights
-    num_anchors: int = 512
-    vocabulary: str = "full"  # or "answers"
-    negatives: int = 4096
-    max_length: int = 3072
-    pack_length: int | None = None
-    features: str | None = None  # folder of cached features
-    validation: int = 32
-    eval_prompts: int = 8
-    eval_new_tokens: int = 64
-    evaluations: int = 6
-    patience: int | None = None  # stop after so many evaluations without a better one
-    epochs: float = 6.0
-    max_steps: int = -1
-    batch_size: int = 4
-    accumulate: int = 1
-    optimizer: str = "muon"  # or "adamw"
-    learning_rate: float = 1e-3
-    warmup: float = 0.04
-    attention: str | None = None  # None: flex on CUDA, SDPA elsewhere
-    dtype: str = "float32"  # of the target
-    bf16: bool = False  # autocast of the drafter
-    gradient_checkpointing: bool = False
-    seed: int = 0
-    thinking: bool | None = None
-    greedy_responses: bool | None = None  # whether the answers are greedy ones; None: as their settings say
-    arguments: dict = field(default_factory=dict)  # further TrainingArguments
+    mask_token: Annotated[str | None, Option(help="Id or text of the mask token of a fresh drafter.")] = None
+    from_target_layers: Annotated[bool, Option(help="Start a fresh drafter from the target's last layers.")] = False
+    window: Annotated[
+        int | None, Option(min=2, help="Sliding window of all layers but the last. Default: full attention.")
+    ] = None
+    yarn: Annotated[float | None, Option(min=1.0, help="Stretch the RoPE of --drafter by this factor.")] = None
+    trained_length: Annotated[
+        int | None,
+        Option(min=2, help="Length that --yarn stretches from. Default: the longest example of the drafter's record."),
+    ] = None
+    loss: Annotated[str, Option(help="ce, dpace, kl or tv.")] = "dpace"
+    gamma: Annotated[
+        float | None, Option(min=0.0, help="Decay of the weights by draft position; 0: uniform. Default: the paper's.")
+    ] = None
+    num_anchors: Annotated[int, Option(min=1, help="Anchors per example and step, at most.")] = 512
+    vocabulary: Annotated[str, Option(help="Of the loss: full, or answers (tokens of responses and some drawn).")] = (
+        "full"
+    )
+    negatives: Annotated[int, Option(min=0, help="Tokens drawn per step, for --vocabulary answers.")] = 4096
+    max_length: Annotated[int, Option(min=4, help="Tokens of prompt and response; longer examples are cut.")] = 3072
+    pack_length: Annotated[int | None, Option(min=4, help="Pack examples into sequences of up to this length.")] = None
+    features: Annotated[
+        str | None,
+        Option(help="Folder to cache the target's hidden states in. Default: computed in each step."),
+    ] = None
+    validation: Annotated[int, Option(min=1, help="Prompts kept for validation.")] = 32
+    eval_prompts: Annotated[int, Option(min=0, help="Of these, how many are generated for in an evaluation.")] = 8
+    eval_new_tokens: Annotated[int, Option(min=2, help="Tokens generated for each.")] = 64
+    evaluations: Annotated[int, Option(min=1, help="Evaluations and checkpoints of the run.")] = 6
+    patience: Annotated[
+        int | None, Option(min=1, help="Stop after so many evaluations without a better one. Default: never.")
+    ] = None
+    epochs: Annotated[float, Option(min=0.0, help="How often each response is trained on.")] = 6.0
+    max_steps: Annotated[int, Option(help="Optimizer steps instead of epochs; -1: epochs.")] = -1
+    batch_size: Annotated[int, Option(min=1, help="Sequences per step and process.")] = 4
+    accumulate: Annotated[int, Option(min=1, help="Batches per optimizer step.")] = 1
+    optimizer: Annotated[str, Option(help="muon (AdamW for the norms), or adamw.")] = "muon"
+    learning_rate: Annotated[float, Option(min=0.0, help="Peak of a cosine schedule.")] = 1e-3
+    warmup: Annotated[float, Option(min=0.0, max=1.0, help="Share of steps.")] = 0.04
+    attention: Annotated[str | None, Option(help="sdpa, eager or flex_attention. Default: flex on CUDA.")] = None
+    dtype: Annotated[str, Option(help="Of the target: float32, bfloat16 or float16.")] = "float32"
+    bf16: Annotated[bool, Option("--bf16", help="Autocast; the drafter's weights stay float32.")] = False
+    gradient_checkpointing: Annotated[
+        bool, Option("--gradient-checkpointing", help="Recompute activations: less memory, more time.")
+    ] = False
+    seed: Annotated[int, Option(help="Of everything drawn at random.")] = 0
+    thinking: Annotated[
+        bool | None, Option(help="Thinking mode of the responses, where the target's template has one.")
+    ] = None
+    greedy_responses: Annotated[
+        bool | None,
+        Option("--greedy-responses/--sampled-responses", help="Where the settings of the responses do not say it."),
+    ] = None
+    arguments: dict = field(default_factory=dict)
 
 
 def resolved(options: TrainOptions) -> TrainOptions:

@@ -1,5 +1,6 @@
 """The command line through its real entry points."""
 
+import dataclasses
 import re
 import shutil
 import subprocess
@@ -7,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from dflash_hub.cli.app import app
 from dflash_hub.demo.terminal import run as show_demo
+from dflash_hub.training.options import TrainOptions
 from helpers.tiny import ROOT, tiny_drafter
+from typer.main import get_command
 
 ENTRY = Path(sys.executable).with_name("dflash-hub")
 
@@ -29,6 +33,24 @@ def test_help_names_every_command(entry):
         assert help_text.strip().splitlines()[-1].strip().startswith(f"dflash-hub {command}")
 
 
+def test_training_options_are_those_of_the_dataclass():
+    """A field that is added reaches the command, with its default and a help text; `align` states where it differs."""
+    commands = get_command(app).commands
+    fields = {field.name: field for field in dataclasses.fields(TrainOptions)}
+    train = {option.name: option for option in commands["train"].params}
+    assert train.keys() == fields.keys() - {"arguments"} | {"argument", "config", "resume"}
+    for name in train.keys() & fields.keys() - {"target"}:
+        field, option = fields[name], train[name]
+        assert option.help and option.required == (name in ("responses", "output"))
+        if field.default is not dataclasses.MISSING:
+            assert option.default == field.default, name
+    align = {option.name: option.default for option in commands["align"].params}
+    same = align.keys() & fields.keys() - {"drafter", "target", "output", "prompts"}
+    assert {name: align[name] for name in same if align[name] != train[name].default} == {
+        "epochs": 4.0, "optimizer": "adamw", "learning_rate": 3e-4, "evaluations": 8, "patience": 2
+    }  # fmt: skip
+
+
 def test_import_and_export(tmp_path):
     tiny_drafter().save_pretrained(tmp_path / "ours")
     done = run("export", "ours", "zlab", "--to", "zlab", cwd=tmp_path)
@@ -41,7 +63,6 @@ def test_import_and_export(tmp_path):
 
 
 def test_a_dry_run_prints_the_mapping_and_card_and_export_say_what_is_next(tmp_path):
-    from dflash_hub.cli.app import app
     from typer.testing import CliRunner
 
     def run(*arguments):

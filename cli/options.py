@@ -1,0 +1,44 @@
+"""Options of commands that are the fields of a dataclass."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Annotated, get_origin
+
+
+def takes_fields(options: type, *names: str, **defaults) -> Callable:
+    """Give a command the fields of a dataclass as options, in the place of its `**` parameter.
+
+    Args:
+        options: the dataclass; a field is an option of the command if its type is `Annotated` with a `typer.Option`.
+        names: the fields, or none for all that are options. Those that the command states itself are its own.
+        defaults: further fields, with other defaults than the dataclass has.
+    """
+
+    def decorate(command: Callable) -> Callable:
+        own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        stated = {parameter.name for parameter in own}
+        taken = [
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, annotation=field.type, default=default_of(field, defaults)
+            )
+            for field in dataclasses.fields(options)
+            if get_origin(field.type) is Annotated
+            and field.name not in stated
+            and (not names or field.name in (*names, *defaults))
+        ]
+        parameters = [*(p.replace(kind=p.KEYWORD_ONLY) for p in own), *taken]
+        # Those that must be passed come first in the help.
+        command.__signature__ = inspect.Signature(sorted(parameters, key=lambda p: p.default is not p.empty))
+        return command
+
+    return decorate
+
+
+def default_of(field: dataclasses.Field, defaults: dict):
+    """Return what an option is without being passed; `inspect.Parameter.empty` where it must be."""
+    if field.name in defaults:
+        return defaults[field.name]
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
