@@ -36,11 +36,11 @@ REFUSED_FIELDS = {
     "speculation_type": (None,),
 }
 REFUSED_VALUES = {"cache_implementation": ("paged",)}
-REFUSED_ARGUMENTS = ("custom_generate", "synced_gpus", "assistant_tokenizer")
+REFUSED_ARGUMENTS = ("custom_generate", "synced_gpus")
 
 HONOURED_ARGUMENTS = {
     "inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",
-    "assistant_model", "streamer", "negative_prompt_ids", "negative_prompt_attention_mask", "kwargs",
+    "assistant_model", "assistant_tokenizer", "streamer", "negative_prompt_ids", "negative_prompt_attention_mask", "kwargs",
 }  # fmt: skip
 HONOURED_FIELDS = {
     "max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings", "do_sample",
@@ -78,6 +78,13 @@ def refuse_unsupported(target: PreTrainedModel, resolved: GenerationConfig, mode
     for name in REFUSED_ARGUMENTS:
         if call.get(name) is not None and call[name] is not False:
             raise ValueError(f"`{name}` is not supported together with a DFlash drafter as `assistant_model`.")
+    theirs, own = call.get("assistant_tokenizer"), call.get("tokenizer")
+    if theirs is not None and (own is None or theirs.get_vocab() != own.get_vocab()):
+        found = "no `tokenizer`" if own is None else "a `tokenizer` with another vocabulary"
+        raise ValueError(
+            f"`assistant_tokenizer` came with {found}. A DFlash drafter has the tokens of its target: leave it unset, or pass "
+            "the target's tokenizer as both."
+        )
     kind = sharding(target)
     if kind not in (None, TENSOR_PARALLELISM):
         raise ValueError(

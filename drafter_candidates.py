@@ -134,7 +134,7 @@ class DFlashProposer:
     """
 
     def __init__(self, drafter, target: PreTrainedModel):
-        self.drafter, self.device = drafter, drafter.device
+        self.drafter, self.device = drafter, device_of(drafter, target.device)
         self.target_layer_ids = drafter.config.target_layer_ids
         self.block_size = drafter.config.block_size
         self.max_draft_tokens = self.block_size - 1

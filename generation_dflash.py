@@ -74,6 +74,11 @@ def _wrap_generate():
     @functools.wraps(original)
     def generate(self, *args, **kwargs):
         assistant = args[position] if len(args) > position else kwargs.get("assistant_model")
+        if isinstance(assistant, str) and kwargs.get("custom_generate") is None:
+            raise ValueError(
+                f"`assistant_model` is the string {assistant!r}, not a model. Load the drafter first: "
+                f"AutoModel.from_pretrained({assistant!r}, trust_remote_code=True)."
+            )
         ours = getattr(getattr(assistant, "config", None), "model_type", None) == "dflash"
         adopter = None
         if assistant is not None and not ours:
@@ -153,7 +158,9 @@ def _generate(target, proposer: Proposer, generate, call: dict, memory: Schedule
         )  # fmt: skip
         return decode(model, proposer, input_ids, prepared)
 
-    output = generate(target, custom_generate=loop, **without(call, "custom_generate", *OWN_ARGUMENTS))
+    output = generate(
+        target, custom_generate=loop, **without(call, "custom_generate", "assistant_tokenizer", *OWN_ARGUMENTS)
+    )
     if adaptive:
         memory.statistics = schedule.statistics
     return output

@@ -98,9 +98,13 @@ def embedding_width(target: PreTrainedModel) -> int:
 
 
 def device_of(module: nn.Module, otherwise: torch.device) -> torch.device:
-    """Where a module's tensors are; `otherwise` where it has none, or a hook brings them in for a call."""
+    """Where a module computes: with its tensors, or where accelerate's hooks bring offloaded ones; else `otherwise`."""
     tensors = [*module.parameters(), *module.buffers()]
-    return tensors[0].device if tensors and not tensors[0].is_meta else otherwise
+    if tensors and not tensors[0].is_meta:
+        return tensors[0].device
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    return next((torch.device(device) for device in devices if device is not None), otherwise)
 
 
 def raw_embeddings(embedding: nn.Module, ids: torch.LongTensor) -> torch.Tensor:
@@ -122,6 +126,12 @@ def check_pair(drafter, target: PreTrainedModel):
         ValueError: names both models and both numbers.
     """
     config = drafter.config
+    hooked = any(hasattr(module, "_hf_hook") for module in drafter.modules())  # offloaded weights come for a call
+    if not hooked and (empty := [name for name, weight in drafter.named_parameters() if weight.is_meta]):
+        raise ValueError(
+            f"the drafter has no weights: {empty[0]} and others are on the meta device. Load it with `from_pretrained`, outside of "
+            "`torch.device('meta')` and `init_empty_weights`."
+        )
     text = target.config.get_text_config(decoder=True)
     pair = (
         f"The drafter {config.name_or_path or type(drafter).__name__!r} does not fit the target "

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from ..common.files import new_folder
+from ..common.files import in_a_line, new_folder
 from ..configuration_dflash import FULL, SLIDING, STATIC_ROPE_TYPES, DFlashConfig, spread_target_layer_ids
 from ..modeling_dflash import DFlashDraftModel
 from ..target_model import embedding_rows, embedding_width
@@ -66,7 +66,7 @@ def init_drafter(
     """
     target_config = read_target_config(target, revision)
     skeleton = target_skeleton(target_config)
-    tokenizer = AutoTokenizer.from_pretrained(target, revision=revision)
+    tokenizer = read_tokenizer(target, revision, embedding_rows(skeleton), mask_token)
     ends = _generation_ids(target, revision)
     text = target_config.get_text_config(decoder=True)
 
@@ -80,7 +80,7 @@ def init_drafter(
         config.to_dict(),
         target_name_or_path=recorded_name(target),
         target_revision=revision,
-        target_chat=tokenizer.chat_template is not None,
+        target_chat=None if tokenizer is None else tokenizer.chat_template is not None,
     )
     reasons += check_borrowed(target, skeleton, revision)
 
@@ -102,6 +102,24 @@ def read_target_config(target: str, revision: str | None = None):
     if stated.get("model_type") == "dflash" or "dflash_config" in stated:
         raise ValueError(f"{target} is a DFlash drafter itself; pass the model that writes the text.")
     return AutoConfig.from_pretrained(target, revision=revision)
+
+
+def read_tokenizer(target: str, revision: str | None, rows: int, mask_token: str | None):
+    """The target's tokenizer; None where it has none and the mask token is given as an id.
+
+    Raises:
+        ValueError: there is none, and the mask token would have to be chosen or looked up.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(target, revision=revision)
+    except (OSError, ValueError, ImportError) as error:
+        if mask_token is not None and mask_token.isdigit():
+            return None
+        raise ValueError(
+            f"{target} has no tokenizer that transformers can read, and a mask token is chosen with it. Put the tokenizer's files "
+            f"into the folder, or pass --mask-token ID: one of the target's {rows} embedding rows that no text uses. The reason: "
+            f"{in_a_line(error)}"
+        ) from error
 
 
 def recorded_name(target: str) -> str:
@@ -273,13 +291,14 @@ def choose_mask_token(tokenizer, rows: int, wanted: str | None, taken: set[int])
     token that neither the chat template nor the target's configuration uses.
 
     Args:
+        tokenizer: None where there is none, and `wanted` is an id.
         rows: of the target's embedding.
         taken: ids that mean something to the target.
 
     Raises:
         ValueError: the wanted token does not fit, or there is none to choose; lists candidates then.
     """
-    known = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+    known = {} if tokenizer is None else {token_id: token for token, token_id in tokenizer.get_vocab().items()}
     if wanted is not None:
         mask_id = int(wanted) if wanted.isdigit() else tokenizer.get_vocab().get(wanted)
         if mask_id is None:
@@ -288,7 +307,8 @@ def choose_mask_token(tokenizer, rows: int, wanted: str | None, taken: set[int])
             raise ValueError(f"--mask-token {wanted} is beyond the target's embedding of {rows} rows.")
         if mask_id in taken:
             raise ValueError(f"--mask-token {wanted} ({known.get(mask_id)!r}) already means something to the target.")
-        return mask_id, f"mask token {mask_id} ({known.get(mask_id, 'no token')}): as given"
+        found = "no tokenizer to look it up" if tokenizer is None else known.get(mask_id, "no token")
+        return mask_id, f"mask token {mask_id} ({found}): as given"
     past = [row for row in range(max(known) + 1, rows) if row not in taken]
     if past:
         return past[0], f"mask token {past[0]}: the first of {len(past)} free embedding rows past the tokenizer"

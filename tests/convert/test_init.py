@@ -7,7 +7,7 @@ import torch
 from dflash_hub import DFlashDraftModel
 from dflash_hub.convert.init import choose_mask_token, derive_config, init_drafter, target_skeleton
 from helpers.folders import TEMPLATE, dflash_hub, save_target, tiny_tokenizer
-from helpers.tiny import prompt_of
+from helpers.tiny import prompt_of, tiny_target
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -26,6 +26,21 @@ def test_the_pair_works(family, tmp_path):
     text = target.generate(ids, assistant_model=drafter, max_new_tokens=12, do_sample=False, num_assistant_tokens=1)
     assert torch.equal(text, target.generate(ids, max_new_tokens=12, do_sample=False))
     assert drafter.last_speculation.drafter_passes > 2
+
+
+def test_a_target_without_a_tokenizer(tmp_path):
+    """It needs the mask token's id; the tokenizer's own sentence about missing packages comes last."""
+    tiny_target("llama").save_pretrained(tmp_path / "target")
+    for wanted in (None, "<mask>"):
+        with pytest.raises(
+            ValueError, match=r"target has no tokenizer .* pass --mask-token ID: one of the target's 97 "
+        ):
+            init_drafter(str(tmp_path / "target"), None, mask_token=wanted)
+    plan = init_drafter(str(tmp_path / "target"), None, layers=1, target_layers=[0, 1], mask_token="96")
+    assert plan.config.mask_token_id == 96 and plan.config.target_chat is None
+    assert plan.reasons[0] == "mask token 96 (no tokenizer to look it up): as given"
+    with pytest.raises(ValueError, match="beyond the target's embedding of 97 rows"):
+        init_drafter(str(tmp_path / "target"), None, mask_token="97")
 
 
 def test_command_line(tmp_path):

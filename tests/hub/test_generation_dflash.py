@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 import transformers
-from dflash_hub import decode_clock, decode_memory, generation_dflash
+from dflash_hub import DFlashDraftModel, decode_clock, decode_memory, generation_dflash
 from dflash_hub.decode_memory import ScheduleMemory
 from dflash_hub.decode_schedule import DraftSchedule
 from dflash_hub.drafter_candidates import DFlashProposer
@@ -907,7 +907,7 @@ def test_an_exception_in_the_middle_leaves_both_usable():
         ({"use_cache": False}, "`use_cache=False`"),
         ({"custom_generate": lambda *a, **k: None}, "`custom_generate` is not supported"),
         ({"synced_gpus": True}, "`synced_gpus` is not supported"),
-        ({"assistant_tokenizer": object(), "tokenizer": object()}, "`assistant_tokenizer` is not supported"),
+        ({"assistant_model": "org/drafter"}, r"is the string 'org/drafter', not a model. Load the drafter first"),
         ({"num_beam_groups": 2, "num_beams": 2}, "`num_beams=2`"),
         ({"constraints": [object()]}, "`constraints="),
         ({"force_words_ids": [[3]]}, r"`force_words_ids=\[\[3\]\]`"),
@@ -922,7 +922,62 @@ def test_pitfall_28_33_unsupported_calls_are_refused_by_name_before_any_pass(kwa
     target, drafter = tiny_target("llama"), tiny_drafter()
     monkeypatch.setattr(type(target), "forward", lambda *args, **kwargs: pytest.fail("a pass was made"))
     with pytest.raises(ValueError, match=sentence):
-        target.generate(prompt_of(5), assistant_model=drafter, **kwargs)
+        target.generate(prompt_of(5), **{"assistant_model": drafter} | kwargs)
+
+
+def test_a_drafter_without_weights_is_refused():
+    with torch.device("meta"):
+        empty = DFlashDraftModel(tiny_drafter().config)
+    with pytest.raises(ValueError, match=r"no weights: fc.weight and others are on the meta device. Load it with"):
+        tiny_target("llama").generate(prompt_of(5), assistant_model=empty, max_new_tokens=4)
+
+
+def test_an_offloaded_drafter_drafts_as_a_whole_one(tmp_path):
+    target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(8)
+    drafter.save_pretrained(tmp_path / "drafter")
+    text = target.generate(ids, assistant_model=drafter, max_new_tokens=20, do_sample=False)
+    offloaded = DFlashDraftModel.from_pretrained(
+        tmp_path / "drafter", device_map={"": "disk"}, offload_folder=tmp_path / "o"
+    )
+    assert all(weight.is_meta for weight in offloaded.parameters())
+    logits = []
+    for one in (drafter, offloaded):
+        head = one.norm.register_forward_hook(lambda module, inputs, output: logits.append(output))
+        assert torch.equal(target.generate(ids, assistant_model=one, max_new_tokens=20, do_sample=False), text)
+        head.remove()
+    half = len(logits) // 2
+    assert half > 3 and all(torch.equal(*pair) for pair in zip(logits[:half], logits[half:]))
+
+
+def test_a_pipeline_takes_a_drafter(pair_folders, drafts_of):
+    """When it is made, where the drafter's special tokens are the target's or its tokenizer comes along, and when it is called."""
+    folder, _ = pair_folders
+    target = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    call = {"max_new_tokens": 12, "do_sample": False}
+    alone = transformers.pipeline("text-generation", model=target, tokenizer=tokenizer)
+    text = alone("hello", **call)
+    drafts_of("oracle", target.generate(**tokenizer("hello", return_tensors="pt"), **call))
+    special = {name: getattr(target.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    same, other = tiny_drafter(**special), tiny_drafter()
+    made = {"model": target, "tokenizer": tokenizer}
+    pipelines = [
+        (same, transformers.pipeline("text-generation", assistant_model=same, **made), {}),
+        (
+            other,
+            transformers.pipeline("text-generation", assistant_model=other, assistant_tokenizer=tokenizer, **made),
+            {},
+        ),
+        (other, alone, {"assistant_model": other}),
+    ]
+    for drafter, pipe, more in pipelines:
+        drafter.last_speculation = None
+        assert pipe("hello", **call, **more) == text
+        assert drafter.last_speculation.num_accepted > 5
+    strange = transformers.AutoTokenizer.from_pretrained(folder)
+    strange.add_tokens("<strange>")
+    with pytest.raises(ValueError, match="`assistant_tokenizer` came with a `tokenizer` with another vocabulary"):
+        target.generate(prompt_of(5), assistant_model=other, tokenizer=tokenizer, assistant_tokenizer=strange)
 
 
 def test_a_foreign_custom_generate_is_refused_beside_a_drafter(tmp_path):
