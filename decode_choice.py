@@ -13,6 +13,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
 from .decode_state import TokenBuffer
+from .drafter_heads import Candidates
 
 NO_DRAFT = -1  # in the place of a draft token
 
@@ -106,14 +107,15 @@ class Sampler:
         ragged = bool(self.by_sequence)
         return Sampler(self.processors, self.text, noises, self.vocab_size, ragged)
 
-    def propose(self, logits: torch.Tensor) -> torch.LongTensor:
-        """Turn draft logits (B, n, V or more) into draft tokens (B, n), with the target's processors and noise.
+    def propose(self, candidates: Candidates) -> torch.LongTensor:
+        """Turn candidates (B, n, C) into draft tokens (B, n), with the target's processors and noise.
 
         Processors with state are left out. The text cannot depend on a proposal.
 
         Returns:
             Tokens; `NO_DRAFT` where the logits are not finite.
         """
+        logits = candidates.over_vocabulary(self.vocab_size)
         logits = logits[..., : self.vocab_size].to(self.text.ids.device, torch.float32)
         finite = logits.amax(dim=-1).isfinite()  # -inf is a token that is not possible, but not all are
         tokens = torch.zeros(logits.shape[:2], dtype=torch.long, device=logits.device)

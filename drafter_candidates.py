@@ -13,10 +13,23 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import CandidateGenerator
 
-from .drafter_heads import TargetHead
+from .drafter_heads import Candidates, TargetHead
 from .drafter_masks import is_flash, ragged_masks
 from .target_cache import move_right, trim_left
 from .target_model import check_pair, device_of, embedding_rows, raw_embeddings, tap_request, tapped
+
+
+@dataclass
+class Plan:
+    """What a round may draft.
+
+    Args:
+        num_draft_tokens: positions behind the anchor; 0 for a round without draft tokens.
+        num_nodes: tokens of a draft tree over these positions; None for a chain.
+    """
+
+    num_draft_tokens: int
+    num_nodes: int | None = None
 
 
 @dataclass
@@ -109,8 +122,11 @@ class Proposer(Protocol):
     def read(self, accepted: AcceptedTokens):
         """Take in accepted tokens, those of the prompt first, then those of each round."""
 
-    def propose(self, anchor: torch.LongTensor, num_draft_tokens: int, sampler) -> Draft:
-        """Draft up to `num_draft_tokens` (at least 1) after the anchor (B, 1); `sampler.propose` turns logits into tokens."""
+    def propose(self, anchor: torch.LongTensor, plan: Plan, sampler) -> Draft:
+        """Draft up to `plan.num_draft_tokens` positions (at least 1) after the anchor (B, 1).
+
+        `sampler.propose` turns candidates into tokens. Where the plan asks for a tree, a chain will do.
+        """
 
     def absorb(self):
         """Compress what was read so far, before more of a long prompt comes."""
@@ -146,7 +162,8 @@ class DFlashProposer:
         self.seen: list[int] | None = None  # context tokens in the KV cache by sequence, once these differ
         self.start = 0  # position of the first context token; not 0 where a prefix was left out
         self.embedding = target.get_input_embeddings()
-        self.head = TargetHead(drafter.config, target.get_output_embeddings(), embedding_rows(target))
+        self.num_tokens = embedding_rows(target)
+        self.head = TargetHead(drafter.config, target.get_output_embeddings(), self.num_tokens)
         self.mask_embeds: torch.Tensor | None = None  # (1, block_size - 1, H)
 
     # ---- the loop's side
@@ -159,11 +176,11 @@ class DFlashProposer:
         """Keep accepted tokens until the next draft."""
         self.unread.append(accepted)
 
-    def propose(self, anchor: torch.LongTensor, num_draft_tokens: int, sampler) -> Draft:
-        """Draft a chain of `num_draft_tokens` tokens behind the anchor (B, 1)."""
+    def propose(self, anchor: torch.LongTensor, plan: Plan, sampler) -> Draft:
+        """Draft a chain of `plan.num_draft_tokens` tokens behind the anchor (B, 1)."""
         accepted, self.unread = AcceptedTokens.joined(self.unread), []
-        logits = self.draft_logits(anchor, accepted.states, num_draft_tokens, counts=accepted.counts)
-        return Draft(sampler.propose(logits))
+        candidates = self.candidates(anchor, accepted.states, plan.num_draft_tokens, counts=accepted.counts)
+        return Draft(sampler.propose(candidates))
 
     def absorb(self):
         """Read the context so far without drafting: of a long prompt only keys and values stay, chunk by chunk."""
@@ -199,15 +216,15 @@ class DFlashProposer:
 
     # ---- the drafter's side
 
-    def draft_logits(
+    def candidates(
         self,
         anchor: torch.LongTensor,
         context: list[torch.Tensor],
         num_draft: int,
         attention_mask: torch.Tensor | None = None,
         counts: list[int] | None = None,
-    ) -> torch.Tensor:
-        """Return the logits (B, n, V) of the next `num_draft` tokens.
+    ) -> Candidates:
+        """Return the candidates (B, n, C) of the next `num_draft` positions.
 
         Args:
             anchor: (B, 1) the newest token of every sequence; its own hidden states do not exist yet.
@@ -226,7 +243,11 @@ class DFlashProposer:
         hidden = hidden.to(self.head_device, context[-1].dtype)
         # All positions: the head's weight is read once in any case, and kernels prefer 8 or 16 rows to 7 or 15. The first
         # position is the anchor's own.
-        return self.head(hidden).logits[:, 1 : num_draft + 1]
+        return self.head(hidden).at(slice(1, num_draft + 1))
+
+    def draft_logits(self, *args, **kwargs) -> torch.Tensor:
+        """Return the logits (B, n, V) of the whole vocabulary; takes what `candidates` takes."""
+        return self.candidates(*args, **kwargs).over_vocabulary(self.num_tokens)
 
     def _borrow(self, otherwise: torch.device):
         """Note what is the same in every round: where embedding and head are, and the mask tokens' embeddings."""

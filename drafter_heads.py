@@ -1,9 +1,10 @@
 """Heads: from the hidden states of a block to the scores of candidate tokens.
 
-Walking a chain, building a tree, replaying rounds and the training loss all ask a head in the same way:
-`head(hidden_states, previous_tokens, state) -> Candidates`.
+Walking a chain, building a tree, replaying rounds and the training loss all ask a head in the same way: `head(hidden_states)`
+scores all positions of a block in one call. A head that looks at the previous token (`looks_back`) has a second step:
+`head.follow(candidates, hidden_states, previous_tokens, state)` scores the candidates of positions again, behind given tokens.
 
-Legend of shapes: ... any, H hidden, C candidates (the vocabulary, for the head of the target).
+Legend of shapes: ... any, H hidden, C candidates (the vocabulary, for the head of the target), V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -28,6 +29,23 @@ class Candidates:
     confidence: torch.Tensor | None = None
     state: torch.Tensor | None = None
 
+    def at(self, positions: slice) -> "Candidates":
+        """Return those of some positions, the last dimension but one of the logits."""
+        ids, confidence = self.ids, self.confidence
+        return Candidates(
+            self.logits[..., positions, :],
+            None if ids is None else ids[..., positions, :],
+            None if confidence is None else confidence[..., positions],
+            self.state,
+        )
+
+    def over_vocabulary(self, vocab_size: int) -> torch.Tensor:
+        """Return logits (..., V) of the whole vocabulary, -inf at tokens that are no candidates."""
+        if self.ids is None:
+            return self.logits
+        whole = self.logits.new_full((*self.logits.shape[:-1], vocab_size), -torch.inf)
+        return whole.scatter_(-1, self.ids.expand_as(self.logits), self.logits)
+
 
 class TargetHead:
     """Scores the whole vocabulary with the target's LM head, scaled as the drafter was trained.
@@ -47,7 +65,7 @@ class TargetHead:
         self.module, self.num_tokens = module, num_tokens
         self.multiplier, self.softcapping = config.output_multiplier, config.final_logit_softcapping
 
-    def __call__(self, hidden_states: torch.Tensor, previous_tokens=None, state=None) -> Candidates:
+    def __call__(self, hidden_states: torch.Tensor) -> Candidates:
         """Score the tokens after `hidden_states` (..., H), which are after the drafter's final norm."""
         logits = self.module(hidden_states)
         if self.multiplier != 1.0:

@@ -35,7 +35,7 @@ from .decode_settings import (
 )
 from .decode_state import Call, DecodeState
 from .decode_statistics import SpeculativeOutput
-from .drafter_candidates import AcceptedTokens, DFlashCandidateGenerator, Draft, Proposer
+from .drafter_candidates import AcceptedTokens, DFlashCandidateGenerator, Draft, Plan, Proposer
 from .target_model import CACHE, embedding_rows, tapped
 from .target_ranks import TargetRanks
 from .target_runner import Path, TargetRunner
@@ -262,7 +262,7 @@ class Decoding:
 
     # ---- a round
 
-    def plan(self) -> int:
+    def plan(self) -> Plan:
         """Say how many tokens to draft: what is asked for, or pays, as far as text, target and cache have room for it."""
         state, runner, lengths = self.state, self.runner, self.state.text.lengths
         resting = state.resting
@@ -278,12 +278,12 @@ class Decoding:
             wanted = min((n for n in choices if n >= wanted > 0), default=min(wanted, room))
         if min(wanted, room) == 0:
             state.speculation.count_undrafted(self.schedule.most, left, min(most, room))
-        return min(wanted, room)
+        return Plan(min(wanted, room))
 
-    def propose(self, plan: int) -> Draft:
-        """Let the proposer draft `plan` tokens behind each anchor."""
+    def propose(self, plan: Plan) -> Draft:
+        """Let the proposer draft behind each anchor."""
         state = self.state
-        if plan == 0:
+        if plan.num_draft_tokens == 0:
             return Draft(state.text.ids[:, :0])
         self.clock.mark()
         draft = self.proposer.propose(state.anchor, plan, self.sampler)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from ..drafter_candidates import DFlashProposer, Draft
+from ..drafter_candidates import DFlashProposer, Draft, Plan
+from ..drafter_heads import Candidates
 from ..generation_dflash import assisted_generate
 
 ZLAB_PYTHON = Path(__file__).parent.parent / ".venv-peers" / "bin" / "python"
@@ -194,14 +195,14 @@ class TimedProposer(DFlashProposer):
         super().__init__(drafter, target)
         self.clock, self.seconds = clock, []
 
-    def draft_logits(self, *args, **kwargs) -> torch.Tensor:
+    def candidates(self, *args, **kwargs) -> Candidates:
         # On a GPU its synchronization would cost what it measures; the passes' events are used there instead.
         if self.clock.device.type == "cuda":
-            return super().draft_logits(*args, **kwargs)
+            return super().candidates(*args, **kwargs)
         start = self.clock.now()
-        logits = super().draft_logits(*args, **kwargs)
+        candidates = super().candidates(*args, **kwargs)
         self.seconds.append(self.clock.now() - start)
-        return logits
+        return candidates
 
 
 class Oracle(TimedProposer):
@@ -211,9 +212,9 @@ class Oracle(TimedProposer):
         super().__init__(drafter, target, clock)
         self.known, self.accuracy, self.seed = text, accuracy, seed
 
-    def propose(self, anchor: torch.LongTensor, num_draft_tokens: int, sampler) -> Draft:
-        draft, start = super().propose(anchor, num_draft_tokens, sampler), sampler.text.lengths[0]
-        for index in range(start, start + num_draft_tokens):
+    def propose(self, anchor: torch.LongTensor, plan: Plan, sampler) -> Draft:
+        draft, start = super().propose(anchor, plan, sampler), sampler.text.lengths[0]
+        for index in range(start, start + plan.num_draft_tokens):
             right = self.known[index] if index < len(self.known) else 0
             wrong = random.Random(f"{self.seed} {index}").random() >= self.accuracy
             draft.tokens[0, index - start] = (right + 1) % sampler.vocab_size if wrong else right

@@ -29,8 +29,8 @@ from ..modeling_dflash import DFlashDraftModel
 class Greedy(DFlashProposer):
     """Proposes the drafter's most likely token."""
 
-    def propose(self, anchor, num_draft_tokens, sampler) -> Draft:
-        return super().propose(anchor, num_draft_tokens, sampler.with_noises(None))
+    def propose(self, anchor, plan, sampler) -> Draft:
+        return super().propose(anchor, plan, sampler.with_noises(None))
 
 
 class Independent(DFlashProposer):
@@ -38,12 +38,12 @@ class Independent(DFlashProposer):
 
     own = None
 
-    def propose(self, anchor, num_draft_tokens, sampler) -> Draft:
+    def propose(self, anchor, plan, sampler) -> Draft:
         if self.own is None:
             shared, start = sampler.noises[0], sampler.text.lengths[0]
             seed = shared.generator.initial_seed() ^ 0x5DEECE66D
             self.own = [GumbelNoise(seed, start, shared.span, sampler.text.ids.device)]
-        return super().propose(anchor, num_draft_tokens, sampler.with_noises(self.own))
+        return super().propose(anchor, plan, sampler.with_noises(self.own))
 
 
 WAYS = {"shared noise": DFlashProposer, "argmax": Greedy, "independent": Independent, "rejection": None}

@@ -194,13 +194,13 @@ def drafting(kind: str, text: torch.Tensor | None, run_drafter):
     (oracle), by about half of them (half-right), or not at all (random).
     """
 
-    def propose(self, anchor, num_draft_tokens, sampler):
-        draft = run_drafter(self, anchor, num_draft_tokens, sampler)
+    def propose(self, anchor, plan, sampler):
+        draft = run_drafter(self, anchor, plan, sampler)
         for row in range(len(anchor) if kind != "random" else 0):
             tokens = text[row].tolist()
             known = self.cache.get_seq_length() if self.seen is None else self.seen[row]
             padding = next((i for i, token in enumerate(tokens) if token != 0), 0)  # no context of the drafter
-            for position in range(num_draft_tokens):
+            for position in range(plan.num_draft_tokens):
                 index = padding + self.start + known + 1 + position
                 right = tokens[index] if index < len(tokens) else 0
                 wrong = kind == "half-right" and (index + row) % 2 == 1 and index % 5 != 0

@@ -64,12 +64,13 @@ def test_a_rows_drafts_are_those_of_its_own_run(kwargs, drafts_of, monkeypatch):
 
     target, drafter, inputs = tiny_target("llama"), tiny_drafter(**kwargs), batch()
     plain = greedy(target, inputs, max_new_tokens=30)
-    seen, run = {}, Candidates.draft_logits
+    seen, run = {}, Candidates.candidates
 
     def noted(self, anchor, context, num_draft, attention_mask=None, counts=None):
         width = context[0].shape[1]
         before = [0 if self.seen is None else self.seen[row] for row in range(len(anchor))]
-        logits = run(self, anchor, context, num_draft, attention_mask, counts)
+        scored = run(self, anchor, context, num_draft, attention_mask, counts)
+        logits = scored.logits
         for row, count in enumerate(counts or [width] * len(anchor)):
             known = self.cache.get_seq_length() if self.seen is None else before[row] + count
             seen.setdefault(key if len(anchor) == 1 else row, {}).setdefault(known, logits[row, 0].clone())
@@ -81,9 +82,9 @@ def test_a_rows_drafts_are_those_of_its_own_run(kwargs, drafts_of, monkeypatch):
                 index = known + 1 + slot
                 if index < len(text[row]) and (index + 3 * text[row][1]) % 3:
                     logits[row, slot, text[row][index]] = 1e4
-        return logits
+        return scored
 
-    monkeypatch.setattr(Candidates, "draft_logits", noted)
+    monkeypatch.setattr(Candidates, "candidates", noted)
     texts = [
         [t for t, m in zip(row.tolist(), mask.tolist() + [1] * 30) if m]
         for row, mask in zip(plain, inputs["attention_mask"])

@@ -108,16 +108,20 @@ def test_pitfall_30_left_padding_changes_neither_text_nor_acceptance(drafts_of):
     mask = torch.cat([torch.zeros(1, 7, dtype=torch.long), torch.ones_like(ids)], dim=1)
     logits = []
     drafts_of("random")
-    from dflash_hub.drafter_candidates import DFlashProposer as Candidates
+    run = DFlashProposer.candidates
 
-    run = Candidates.draft_logits
-    Candidates.draft_logits = lambda *args, **kwargs: logits.append(run(*args, **kwargs)[0]) or logits[-1][None]
+    def noted(*args, **kwargs):
+        candidates = run(*args, **kwargs)
+        logits.append(candidates.logits[0].clone())
+        return candidates
+
+    DFlashProposer.candidates = noted
     try:
         alone = greedy(target, ids, assistant_model=drafter, max_new_tokens=20)
         first = len(logits)
         text = greedy(target, padded, attention_mask=mask, assistant_model=drafter, max_new_tokens=20)
     finally:
-        Candidates.draft_logits = run
+        DFlashProposer.candidates = run
     assert torch.equal(text[:, 7:], alone)
     assert torch.equal(alone, greedy(target, ids, max_new_tokens=20))
     torch.testing.assert_close(torch.cat(logits[:first]), torch.cat(logits[first:]), atol=1e-4, rtol=1e-4)
@@ -589,10 +593,11 @@ def test_logits_that_are_not_finite_end_drafting_in_a_call_and_change_no_text(va
         return output.sequences if "return_dict_in_generate" in call else output
 
     plain = text(0)
-    run, rounds = DFlashProposer.draft_logits, []
+    run, rounds = DFlashProposer.candidates, []
 
-    def draft_logits(self, *args, **kwargs):
-        logits = run(self, *args, **kwargs)
+    def candidates(self, *args, **kwargs):
+        scored = run(self, *args, **kwargs)
+        logits = scored.logits
         rounds.append(logits.shape[1])
         for row, token_ids in enumerate(plain.tolist()):
             start = (self.cache.get_seq_length() if self.seen is None else self.seen[row]) + 1
@@ -600,9 +605,9 @@ def test_logits_that_are_not_finite_end_drafting_in_a_call_and_change_no_text(va
                 logits[row, position, token] = 1e4
         if len(rounds) >= 3:
             logits[-1, 1] = value
-        return logits
+        return scored
 
-    monkeypatch.setattr(DFlashProposer, "draft_logits", draft_logits)
+    monkeypatch.setattr(DFlashProposer, "candidates", candidates)
     for _ in range(2):
         rounds.clear()
         assert text(4).equal(plain) and len(rounds) == 3

@@ -261,8 +261,14 @@ def test_chunks_give_the_drafter_the_same_context(padded, monkeypatch):
     if padded:
         inputs = {"input_ids": torch.cat([torch.zeros(1, 7, dtype=torch.long), ids], dim=1)}
         inputs["attention_mask"] = (inputs["input_ids"] != 0).long()
-    logits, run = [], Candidates.draft_logits
-    monkeypatch.setattr(Candidates, "draft_logits", lambda *a, **k: logits.append(run(*a, **k)) or logits[-1])
+    logits, run = [], Candidates.candidates
+
+    def noted(*args, **kwargs):
+        candidates = run(*args, **kwargs)
+        logits.append(candidates.logits)
+        return candidates
+
+    monkeypatch.setattr(Candidates, "candidates", noted)
     for chunk in (None, 5):
         target.generate(**inputs, do_sample=False, max_new_tokens=16, assistant_model=drafter, prefill_chunk_size=chunk)
     half = len(logits) // 2
