@@ -37,7 +37,7 @@ def check_alignment(options: TrainOptions, prompts: list[dict]) -> TrainOptions:
     Raises:
         ValueError, OSError: see `train`.
     """
-    check_environment()
+    check_environment(options)
     resolved(options)
     BlockLoss(options.loss, None)
     split_validation(prompts, options.validation, options.seed)

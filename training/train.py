@@ -9,6 +9,7 @@ import json
 import math
 import random
 import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from rich.text import Text
 from torch import nn
 from transformers import (
     EarlyStoppingCallback,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
     TrainerCallback,
     TrainingArguments,
 )
@@ -51,23 +54,107 @@ from .options import TrainOptions, resolved, with_new_names
 from .trainer import DFlashTrainer, check_whole, checkpoint_activations, evaluate
 
 
+@dataclass
+class Data:
+    """The examples of a run and where they were read.
+
+    `files` has a row per file for the record; `dropped` counts examples left out, by reason. `greedy` says whether rounds of
+    generation can be replayed on the validation examples.
+    """
+
+    training: list[dict]
+    validation: list[dict]
+    dropped: dict[str, int]
+    files: list[dict]
+    greedy: bool
+
+
+@dataclass
+class Run:
+    """A run as its options resolve for this target, before anything is written. `drafter` is None until a fresh one is made."""
+
+    options: TrainOptions
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    identity: dict
+    data: Data
+    dataset: PackedRows
+    drafter: DFlashDraftModel | None
+    attention: str
+    gamma: float
+    loss: BlockLoss
+    reduced_head: ReducedHead | None
+    arguments: TrainingArguments
+    output: Path
+
+    @property
+    def fixed_shape(self) -> bool:
+        """Whether all batches have one shape, for which flex attention is compiled once."""
+        return self.attention == "flex_attention"
+
+
 def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
-    """Run or resume a training; returns the final evaluation.
+    """Run or resume a training; returns the final evaluation, empty in all processes but the first.
 
     Raises:
         ValueError: options, answers, target and drafter do not fit together; says what was found and what to do.
     """
-    # All that can be wrong with the options comes before anything is written.
-    check_environment()
+    checkpoint = resumable_checkpoint(Path(options.output)) if resume else None
+    run = plan_run(options)
+    trainer = begin(run, resume)
+    if checkpoint is not None:
+        run.arguments.eval_on_start = False  # to early stopping it would be an evaluation without a better one
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    trainer.accelerator.wait_for_everyone()
+    return finish(run, trainer, command) if trainer.is_world_process_zero() else {}
+
+
+def plan_run(options: TrainOptions) -> Run:
+    """Load target, data and a warm start, and refuse whatever does not fit together, before anything is written.
+
+    Raises:
+        ValueError: see `train`.
+    """
+    check_environment(options)
     options = resolved(options)
-    if options.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
-        raise ValueError(
-            f"--optimizer muon needs torch 2.9 or newer, this is {torch.__version__}; pass --optimizer adamw."
-        )
-    output, state = Path(options.output), accelerate.PartialState()
-    checkpoint = resumable_checkpoint(output) if resume else None
     target, tokenizer = load_target(options.target, options.dtype)
     identity = identify(target)
+    data = load_data(options, target, tokenizer, identity)
+    attention = choose_attention(options.attention)
+    drafter = None
+    if options.drafter is not None:
+        drafter = warm_drafter(options)
+        check_thinking(drafter.config, options, tokenizer)
+        check_pair(drafter, target)
+    config = fresh_config(options) if drafter is None else drafter.config
+    gamma = gamma_of(options.loss, options.gamma, config.block_size)
+    loss = BlockLoss(options.loss, gamma or None)
+    if loss.needs_teacher:
+        check_teacher(target)
+    if options.features:  # refuses a folder of others
+        FeatureCache(Path(options.features), identity, feature_layers(config, target, loss))
+    dataset = PackedRows(data.training, options.pack_length, options.seed)
+    arguments = training_arguments(options, len(dataset), Path(options.output), attention == "flex_attention")
+    check_whole(target)  # the arguments may ask for ZeRO-3, which would stop the first evaluation
+    if data.greedy and options.eval_prompts and "metric_for_best_model" not in options.arguments:
+        arguments.metric_for_best_model = "replayed_acceptance_length"  # the same rounds as real ones, on more prompts
+    reduced_head = None
+    if options.vocabulary == "answers":
+        used = sorted({token for row in data.training for token in row["answer_ids"]})
+        used = torch.tensor(used, device=target.device)
+        reduced_head = ReducedHead(target.get_output_embeddings(), used, options.negatives)
+    return Run(
+        options, target, tokenizer, identity, data, dataset, drafter, attention, gamma, loss, reduced_head, arguments,
+        Path(options.output),
+    )  # fmt: skip
+
+
+def load_data(options: TrainOptions, target, tokenizer, identity: dict) -> Data:
+    """Read the responses, split off validation prompts, and add the rehearsal's share.
+
+    Raises:
+        ValueError: see `load_rows`, `check_ids`, `usable_rows` and `split_validation`; or a response cannot be replayed.
+    """
     prompts = prompts_by_id(options)
     rows, files, greedy = load_rows(options.responses, prompts, options, tokenizer, identity, text_settings(target))
     check_ids(rows, embedding_rows(target))
@@ -82,118 +169,123 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
         old, _ = usable_rows([row for row in old if row["id"] not in measured_on], options.max_length)
         random.Random(options.seed).shuffle(old)
         training, files = training + old[: round(options.rehearsal_share * len(training))], files + old_files
+    return Data(training, validation, dropped, files, greedy)
 
-    attention = options.attention or ("flex_attention" if torch.cuda.is_available() else "sdpa")
+
+def choose_attention(asked: str | None) -> str:
+    """Return the drafter's attention: flex on a GPU, SDPA elsewhere, unless another is asked for.
+
+    Raises:
+        ValueError: flex attention without a GPU.
+    """
+    attention = asked or ("flex_attention" if torch.cuda.is_available() else "sdpa")
     if attention == "flex_attention" and not torch.cuda.is_available():
         raise ValueError(
             "--attention flex_attention needs a GPU, its backward pass does not run on a CPU; leave it out."
         )
-    if options.drafter is not None:
-        drafter = warm_drafter(options)
-        check_thinking(drafter.config, options, tokenizer)
-        check_pair(drafter, target)
-        config = drafter.config
-    else:
-        config = fresh_config(options)
-    gamma = gamma_of(options.loss, options.gamma, config.block_size)
-    loss = BlockLoss(options.loss, gamma or None)
-    if loss.needs_teacher:
-        check_teacher(target)
-    if options.features:  # refuses a folder of others
-        FeatureCache(Path(options.features), identity, feature_layers(config, target, loss))
-    dataset = PackedRows(training, options.pack_length, options.seed)
-    fixed = attention == "flex_attention"
-    arguments = training_arguments(options, len(dataset), output, fixed)
-    check_whole(target)  # the arguments may ask for ZeRO-3, which would stop the first evaluation
-    if greedy and options.eval_prompts and "metric_for_best_model" not in options.arguments:
-        arguments.metric_for_best_model = "replayed_acceptance_length"  # the same rounds as real ones, on more prompts
-    reduced_head = None
-    if options.vocabulary == "answers":
-        used = torch.tensor(sorted({token for row in training for token in row["answer_ids"]}), device=target.device)
-        reduced_head = ReducedHead(target.get_output_embeddings(), used, options.negatives)
+    return attention
 
+
+def begin(run: Run, resume: bool) -> DFlashTrainer:
+    """Write the run's folder, make a fresh drafter and the cached features, and set up the trainer."""
+    options, target, data = run.options, run.target, run.data
+    state = accelerate.PartialState()
     if state.is_main_process:
-        data = [file["sha256"] for file in files]
-        _open_run(output, options, resume, attention=attention, gamma=gamma, data=data, weights=identity["weights"])
+        _open_run(
+            run.output, options, resume, attention=run.attention, gamma=run.gamma,
+            data=[file["sha256"] for file in data.files], weights=run.identity["weights"],
+        )  # fmt: skip
+    cache = None
     with state.main_process_first():  # which writes a fresh drafter, and the features
-        if options.drafter is None:
-            drafter = fresh_drafter(options, output)
-        cache = fill_cache(options.features, identity, target, drafter, loss, training) if options.features else None
-    drafter.set_attn_implementation(attention)
+        if run.drafter is None:
+            run.drafter = fresh_drafter(options, run.output)
+        if options.features:
+            cache = fill_cache(options.features, run.identity, target, run.drafter, run.loss, data.training)
+    run.drafter.set_attn_implementation(run.attention)
     if options.gradient_checkpointing:
-        checkpoint_activations(drafter)
-    width = (options.pack_length or max(dataset.lengths())) if fixed else None
-
-    callbacks = [LogFile(output / "log.jsonl"), FileLists()]
+        checkpoint_activations(run.drafter)
+    width = (options.pack_length or max(run.dataset.lengths())) if run.fixed_shape else None
+    callbacks = [LogFile(run.output / "log.jsonl"), FileLists()]
     if options.patience is not None:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=options.patience))
     trainer = DFlashTrainer(
-        drafter, target, arguments, dataset, Collator(cache, width), loss, options.num_anchors, validation,
-        options.eval_prompts, options.eval_new_tokens, greedy_answers=greedy, reduced_head=reduced_head, muon=options.optimizer == "muon",
-        callbacks=callbacks,
+        run.drafter, target, run.arguments, run.dataset, Collator(cache, width), run.loss, options.num_anchors,
+        data.validation, options.eval_prompts, options.eval_new_tokens, greedy_answers=data.greedy,
+        reduced_head=run.reduced_head, muon=options.optimizer == "muon", callbacks=callbacks,
     )  # fmt: skip
     if trainer.is_world_process_zero():
-        print(describe(training, validation, dropped, dataset, drafter, reduced_head), flush=True)
-        show_sample(training[0], tokenizer)
-        if arguments.save_only_model:
+        print(describe(data, run.dataset, run.drafter, run.reduced_head), flush=True)
+        show_sample(data.training[0], run.tokenizer)
+        if run.arguments.save_only_model:
             print("this run cannot be resumed: save_only_model leaves optimizer and schedule out of its checkpoints")
-    if checkpoint is not None:
-        arguments.eval_on_start = False  # to early stopping it would be an evaluation without a better one
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    return trainer
 
-    trainer.accelerator.wait_for_everyone()
-    figures = {}
-    if trainer.is_world_process_zero():
-        best = best_checkpoint(output, trainer.state.best_model_checkpoint)
-        best_step = int(best.name.rsplit("-", 1)[1])
-        drafter = DFlashDraftModel.from_pretrained(best, dtype=torch.bfloat16)
-        drafter = drafter.to(target.device).eval()
-        drafter.set_attn_implementation("sdpa")
-        rounded = drafter.to(target.dtype)  # what is served: bfloat16 weights, run in the target's dtype
-        figures = evaluate(target, rounded, trainer.eval_rows, validation if greedy else [], options.eval_new_tokens)
-        drafter = rounded.to(torch.bfloat16)
-        name_target(drafter.config, options, identity)
-        if has_thinking_modes(tokenizer):
-            drafter.config.target_thinking = options.thinking
-        before = longest_trained(options.drafter) if options.drafter is not None else 0
-        record = {
-            "command": command,
-            "data": {
-                "files": files,
-                "target": drafter.config.target_name_or_path,
-                "identity": identity,
-                "thinking": options.thinking,
-                "chat_template_sha256": template_fingerprint(tokenizer),
-                "rows": len(training),
-                "answer_tokens": sum(len(row["answer_ids"]) for row in training),
-                "longest_row": max(*map(row_length, training), before),
-                "validation": [row["id"] for row in validation],
-            },
-            "recipe": {
-                name: value for name, value in dataclasses.asdict(options).items()
-                if name not in ("target", "responses", "rehearsal", "output", "prompts", "features")
-            } | {
-                "gamma": gamma, "attention": attention, "layers": drafter.config.num_hidden_layers,
-                "block_size": drafter.config.block_size, "taps": drafter.config.target_layer_ids,
-            },
-            "environment": environment(),
-            "result": {
-                "steps": trainer.state.global_step, "best_step": best_step, "epochs": trainer.state.epoch,
-                "seconds": round(trainer.total("seconds")), "anchors": trainer.total("anchors"),
-                "evaluation": {
-                    "prompts": len(trainer.eval_rows), "max_new_tokens": options.eval_new_tokens,
-                    "acceptance_by_slot": [v for name, v in figures.items() if name.startswith("acceptance_slot_")],
-                    **{name: v for name, v in figures.items() if not name.startswith("acceptance_slot_")},
-                } if options.eval_prompts else None,
-            },
-        }  # fmt: skip
-        with new_folder(output / "drafter", force=(output / "drafter").exists()) as folder:
-            drafter.save_pretrained(folder)
-            record["result"]["weights_sha256"] = checksum(folder / "model.safetensors")
-            write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
-            write_card(folder)
-        draw_curves(output / "log.jsonl", output / "curves.png")
+
+def finish(run: Run, trainer: DFlashTrainer, command: str) -> dict:
+    """Evaluate the best checkpoint as it will be served, and write it as a Hub folder with record, card and curves.
+
+    Returns:
+        The evaluation, by name.
+    """
+    options, target, data = run.options, run.target, run.data
+    best = best_checkpoint(run.output, trainer.state.best_model_checkpoint)
+    drafter = DFlashDraftModel.from_pretrained(best, dtype=torch.bfloat16)
+    drafter = drafter.to(target.device).eval()
+    drafter.set_attn_implementation("sdpa")
+    rounded = drafter.to(target.dtype)  # what is served: bfloat16 weights, run in the target's dtype
+    replayed = data.validation if data.greedy else []
+    figures = evaluate(target, rounded, trainer.eval_rows, replayed, options.eval_new_tokens)
+    drafter = rounded.to(torch.bfloat16)
+    name_target(drafter.config, options, run.identity)
+    if has_thinking_modes(run.tokenizer):
+        drafter.config.target_thinking = options.thinking
+    record = training_record(run, trainer, drafter.config, best, figures, command)
+    with new_folder(run.output / "drafter", force=(run.output / "drafter").exists()) as folder:
+        drafter.save_pretrained(folder)
+        record["result"]["weights_sha256"] = checksum(folder / "model.safetensors")
+        write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
+        write_card(folder)
+    draw_curves(run.output / "log.jsonl", run.output / "curves.png")
     return figures
+
+
+def training_record(
+    run: Run, trainer: DFlashTrainer, config: DFlashConfig, best: Path, figures: dict, command: str
+) -> dict:
+    """Return what `training_record.json` states of a run: its data, recipe, environment and result."""
+    options, training = run.options, run.data.training
+    before = longest_trained(options.drafter) if options.drafter is not None else 0
+    return {
+        "command": command,
+        "data": {
+            "files": run.data.files,
+            "target": config.target_name_or_path,
+            "identity": run.identity,
+            "thinking": options.thinking,
+            "chat_template_sha256": template_fingerprint(run.tokenizer),
+            "rows": len(training),
+            "answer_tokens": sum(len(row["answer_ids"]) for row in training),
+            "longest_row": max(*map(row_length, training), before),
+            "validation": [row["id"] for row in run.data.validation],
+        },
+        "recipe": {
+            name: value for name, value in dataclasses.asdict(options).items()
+            if name not in ("target", "responses", "rehearsal", "output", "prompts", "features")
+        } | {
+            "gamma": run.gamma, "attention": run.attention, "layers": config.num_hidden_layers,
+            "block_size": config.block_size, "taps": config.target_layer_ids,
+        },
+        "environment": environment(),
+        "result": {
+            "steps": trainer.state.global_step, "best_step": int(best.name.rsplit("-", 1)[1]), "epochs": trainer.state.epoch,
+            "seconds": round(trainer.total("seconds")), "anchors": trainer.total("anchors"),
+            "evaluation": {
+                "prompts": len(trainer.eval_rows), "max_new_tokens": options.eval_new_tokens,
+                "acceptance_by_slot": [v for name, v in figures.items() if name.startswith("acceptance_slot_")],
+                **{name: v for name, v in figures.items() if not name.startswith("acceptance_slot_")},
+            } if options.eval_prompts else None,
+        },
+    }  # fmt: skip
 
 
 def check_ids(rows: list[dict], vocab_rows: int):
@@ -343,10 +435,18 @@ def check_answerer(path: Path, settings: dict, identity: dict):
         )
 
 
-def check_environment():
-    """What a run needs at its end, better missed now than after hours."""
+def check_environment(options: TrainOptions):
+    """Refuse a run without what it needs, also at its end: better missed now than after hours.
+
+    Raises:
+        ValueError: matplotlib is not installed, or torch is too old for Muon; says what to do.
+    """
     if find_spec("matplotlib") is None:
         raise ValueError("the curves of a run need matplotlib: pip install 'dflash-hub[train]'.")
+    if options.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
+        raise ValueError(
+            f"--optimizer muon needs torch 2.9 or newer, this is {torch.__version__}; pass --optimizer adamw."
+        )
 
 
 def fresh_config(options: TrainOptions) -> DFlashConfig:
@@ -547,15 +647,15 @@ def draw_curves(log: Path, picture: Path):
     plt.close(figure)
 
 
-def describe(training, validation, dropped, dataset, drafter, reduced_head) -> str:
-    """What is about to be trained, in a few lines."""
-    tokens = sum(len(row["answer_ids"]) for row in training)
+def describe(data: Data, dataset: PackedRows, drafter: DFlashDraftModel, reduced_head: ReducedHead | None) -> str:
+    """Say in a few lines what is about to be trained."""
+    tokens = sum(len(row["answer_ids"]) for row in data.training)
     lines = [
-        f"{len(training)} answers of {tokens} tokens in {len(dataset)} rows; {len(validation)} answers held out",
+        f"{len(data.training)} responses of {tokens} tokens in {len(dataset)} sequences; {len(data.validation)} for validation",
         f"drafter of {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters, blocks of {drafter.config.block_size}",
     ]
-    if dropped:
-        lines.append(f"dropped: {dropped}")
+    if data.dropped:
+        lines.append(f"dropped: {data.dropped}")
     if reduced_head is not None:
         lines.append(
             f"loss over {len(reduced_head.token_ids)} tokens of the answers and {reduced_head.negatives} drawn ones"

@@ -187,7 +187,7 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
                  "--eval-new-tokens", 20, "--batch-size", 6, "--max-steps", 120, "--evaluations", 2]  # fmt: skip
     done = dflash_hub(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "18 answers of 360 tokens in 18 rows; 6 answers held out" in done.stdout
+    assert "18 responses of 360 tokens in 18 sequences; 6 for validation" in done.stdout
     assert {"drafter", "checkpoints", "curves.png", "run.yaml", "log.jsonl", "start"} <= {
         p.name for p in (tmp_path / "run").iterdir()
     }
