@@ -15,10 +15,11 @@ import accelerate
 import torch
 import transformers
 
+from ..common.chat import check_written, first_turn, in_mode, own_turn, turns_of
 from ..common.console import progress_bar
 from ..common.files import appending, complete_lines, read_json, refuse_repeated
 from ..common.identity import identify
-from ..common.loading import dtype_of, in_mode, room_for_answer
+from ..common.loading import dtype_of, load_tokenizer, room_for_answer
 from ..common.provenance import environment, peak_bytes
 from ..hub_files import check_finite, write_text
 from ..modeling_dflash import DFlashDraftModel
@@ -39,11 +40,12 @@ class Bench:
         max_new_tokens: int,
         temperature: float,
         thinking: bool | None,
+        chat_template: str | None = None,
     ):
         self.state = accelerate.PartialState(cpu=not torch.accelerator.is_available())
         self.target_path, self.drafter_path = target, drafter
         load = {"dtype": dtype_of(dtype), "device_map": {"": self.state.device}}
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+        self.tokenizer = load_tokenizer(target, chat_template)
         self.target = transformers.AutoModelForCausalLM.from_pretrained(target, **load).eval()
         self.drafter = DFlashDraftModel.from_pretrained(drafter, **load).eval() if drafter else None
         if self.drafter is not None:
@@ -58,14 +60,21 @@ class Bench:
         self.thinking = thinking
         self._zlab = None
 
-    def inputs(self, messages: list[dict]) -> dict:
-        """Model inputs of a chat.
+    def template_settings(self, row: dict) -> dict:
+        """Keyword arguments of the chat template for a prompt."""
+        return in_mode(self.thinking) | ({"tools": row["tools"]} if row.get("tools") else {})
+
+    def inputs(self, row: dict, messages: list[dict] | None = None) -> dict:
+        """Model inputs of a prompt's first turn, or of `messages`, its conversation so far.
 
         Raises:
-            ValueError: the target has too few positions for it and the new tokens; every method must write as many.
+            ValueError: the target has too few positions for it and the new tokens (every method must write as many), or its
+                chat template leaves a part of it out.
         """
+        messages, settings = messages or first_turn(row), self.template_settings(row)
+        check_written(self.tokenizer, messages, settings)
         encoded = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt", **in_mode(self.thinking)
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt", **settings
         )
         length, new = encoded["input_ids"].shape[1], self.settings["max_new_tokens"]
         room = room_for_answer(self.target, length)
@@ -128,7 +137,7 @@ def run_bench(
     for name, rows in sets:
         refuse_repeated(f"id in {name}", [row["id"] for row in rows])
         for row in rows:
-            bench.inputs(row["messages"][:1])
+            bench.inputs(row)
     runners = {name: make_method(name, bench) for name in methods}
     stamp = provenance(command, bench)
     settings = {
@@ -161,7 +170,9 @@ def run_bench(
         warm = False
         for set_name, row in mine:
             bar.update(task, description=f"{set_name} {row['id']}"[:40])
-            missing = any((m, set_name, row["id"], t) not in done for m in methods for t in range(len(row["messages"])))
+            missing = any(
+                (m, set_name, row["id"], t) not in done for m in methods for t in range(len(turns_of(row["messages"])))
+            )
             if missing:
                 if not warm:
                     _warm_up(bench, runners, row)
@@ -180,9 +191,9 @@ def measure(bench: Bench, runners: dict, set_name: str, row: dict, seed: int):
     order = [name for name in runners if name != "baseline"]
     random.Random(row["id"]).shuffle(order)
     order = ["baseline"] * ("baseline" in runners) + order
-    for turn, message in enumerate(row["messages"]):
-        messages.append(message)
-        inputs = bench.inputs(messages)
+    for number, turn in enumerate(turns_of(row["messages"])):
+        messages += turn.messages
+        inputs = bench.inputs(row, messages)
         plain_ids = answer = None
         for name in order:
             if torch.cuda.is_available():
@@ -193,17 +204,17 @@ def measure(bench: Bench, runners: dict, set_name: str, row: dict, seed: int):
                 plain_ids = run.new_ids
             same = run.new_ids == plain_ids if greedy and plain_ids is not None else None
             record = {
-                "method": name, "set": set_name, "id": row["id"], "turn": turn,
+                "method": name, "set": set_name, "id": row["id"], "turn": number,
                 "prompt_tokens": inputs["input_ids"].shape[1], "same_text": same, "peak_bytes": peak_bytes(),
             }  # fmt: skip
             if same is False:
                 record["tie_gap"] = bench.tie_gap(inputs, plain_ids, run.new_ids)
             yield record | dataclasses.asdict(run)
-        messages.append({"role": "assistant", "content": bench.tokenizer.decode(answer, skip_special_tokens=True)})
+        messages += turn.kept or [own_turn(bench.tokenizer, messages, answer, bench.template_settings(row))]
 
 
 def _warm_up(bench: Bench, runners: dict, row: dict):
-    inputs = bench.inputs(row["messages"][:1])
+    inputs = bench.inputs(row)
     plain_ids = None
     for name, runner in runners.items():
         run = runner.run(inputs, bench.settings | {"max_new_tokens": 12}, 0, plain_ids)

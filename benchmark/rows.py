@@ -76,7 +76,7 @@ def measure_rows(output: Path, bench, methods: list[str], sets: list, counts: li
 
 def batch_inputs(bench, prompts: list[dict]) -> dict:
     """Left-padded ids and mask of the first turns."""
-    encoded = [bench.inputs(row["messages"][:1])["input_ids"][0].tolist() for row in prompts]
+    encoded = [bench.inputs(row)["input_ids"][0].tolist() for row in prompts]
     return left_padded(encoded, pad_token(bench.target, bench.tokenizer), bench.target.device)
 
 

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from ..common.chat import first_turn
 from ..common.console import progress_bar
 from ..common.provenance import environment
 from ..common.server import Server
@@ -46,17 +47,17 @@ def measure_server(
         task = bar.add_task("requests", total=len(concurrency) * sum(len(prompts) for _, prompts in sets))
         for name, level, prompts in [(name, level, prompts) for name, prompts in sets for level in concurrency]:
             bar.update(task, description=f"{name}, {level} at a time"[:40])
-            messages = [row["messages"][:1] for row in prompts]
 
-            def answer(message):
-                done = server.complete(message, max_new_tokens, temperature)
+            def answer(row):
+                done = server.complete(first_turn(row), max_new_tokens, temperature, row.get("tools"))
                 bar.advance(task)
                 return done
 
             with ThreadPoolExecutor(level) as pool:
-                list(pool.map(lambda m: server.complete(m, 8, temperature), (messages * level)[:level]))
+                warm_up = (prompts * level)[:level]
+                list(pool.map(lambda r: server.complete(first_turn(r), 8, temperature, r.get("tools")), warm_up))
                 before, start = server.metrics(), time.perf_counter()
-                answers = list(pool.map(answer, messages))
+                answers = list(pool.map(answer, prompts))
                 seconds = time.perf_counter() - start
             tokens = sum(answer[0] for answer in answers)
             rows.append(

@@ -73,6 +73,7 @@ def generate(
         bool, typer.Option("--json", help="One JSON object a line and answer, with statistics.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No statistics on standard error.")] = False,
+    chat_template: commands.ChatTemplate = None,
 ):
     """Write an answer with a target and its drafter: text on standard output, statistics on standard error."""
     from ..demo.generate import run
@@ -80,14 +81,17 @@ def generate(
     prompts = prompts or []
     if (bool(prompts) + (file is not None) + chat) > 1:
         raise typer.BadParameter("pass PROMPT, --file or --chat, one of them.")
-    if raw and (len(prompts) > 1 or chat or system or thinking is not None):
-        raise typer.BadParameter("--raw continues one text; turns, --system and --thinking need the chat template.")
+    if raw and (len(prompts) > 1 or chat or system or thinking is not None or chat_template):
+        raise typer.BadParameter(
+            "--raw continues one text; turns, --system, --thinking and --chat-template need the chat template."
+        )
     if not temperature and (top_p is not None or top_k is not None):
         raise typer.BadParameter("--top-p and --top-k are of sampling; pass --temperature as well.")
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature else {}
     sampling = {name: value for name, value in sampling.items() if value is not None}
     run(
-        prompts, file, chat, target, drafter, system, raw, thinking, max_new_tokens, sampling, seed, dtype, as_json, quiet
+        prompts, file, chat, target, drafter, system, raw, thinking, max_new_tokens, sampling, seed, dtype, as_json, quiet,
+        chat_template,
     )  # fmt: skip
 
 
@@ -273,6 +277,7 @@ def bench(
         bool | None,
         typer.Option(help="Thinking mode of the target's template. Default: what the drafter was made for."),
     ] = None,
+    chat_template: commands.ChatTemplate = None,
     compare: Annotated[Path | None, typer.Option(help="Folder of an earlier run: what moved beyond noise?")] = None,
     server: Annotated[str | None, typer.Option(help="Measure a running OpenAI-compatible server instead.")] = None,
     model: Annotated[str | None, typer.Option(help="The server's model, where it serves several.")] = None,
@@ -304,7 +309,14 @@ def bench(
         methods_of_rows(names)
         check_counts(sets, batches)
     models = Bench(
-        target or smollm2()[0], drafter or str(here), assistant, dtype, max_new_tokens, temperature, thinking
+        target or smollm2()[0],
+        drafter or str(here),
+        assistant,
+        dtype,
+        max_new_tokens,
+        temperature,
+        thinking,
+        chat_template,
     )
     run_bench(output, models, names, sets, choice_seed, seed, command)
     if batches and models.state.is_main_process:

@@ -10,7 +10,7 @@ from typer import Option
 from ..common.console import typed_command
 from ..common.files import read_yaml
 from ..common.prompts import prompt_source, read_prompts
-from ..training.options import TrainOptions, with_new_names
+from ..training.options import ChatTemplate, TrainOptions, with_new_names
 from .options import takes_fields
 
 RECORDED = ("data", "weights")  # of `run.yaml`, and no options
@@ -52,6 +52,12 @@ Config = Annotated[
 ]
 
 
+KeepAssistant = Annotated[
+    bool,
+    Option("--keep-assistant-turns", help="Keep assistant turns of the prompts as history. Default: the target's own."),
+]
+
+
 def regenerate(
     prompts: Annotated[list[str], Option(help="JSONL file of prompts, or a data set: NAME or NAME:SPLIT; repeatable.")],
     output: Annotated[Path, Option(help="Folder of the answers; an interrupted one is continued.")],
@@ -74,9 +80,11 @@ def regenerate(
     batch_size: Annotated[int, Option(min=1, help="Prompts at a time.")] = 64,
     dtype: Annotated[str, Option(help="float32, bfloat16 or float16.")] = "float32",
     seed: Annotated[int, Option(help="Of the order of prompts and of sampling.")] = 0,
+    chat_template: ChatTemplate = None,
+    keep_assistant_turns: KeepAssistant = False,
 ):
     """Let the target answer prompts: what a drafter is trained on. Exit code 1 where none has an answer."""
-    rows = chosen_prompts(prompts, column, count, seed)
+    rows, left_out = chosen_prompts(prompts, column, count, seed, keep_assistant_turns)
     target = target or default_target()
     sampling = {"do_sample": False}
     if temperature:
@@ -84,19 +92,23 @@ def regenerate(
         sampling = {name: value for name, value in sampling.items() if value is not None}
     answer_prompts(
         rows, output, target, server=server, model=model, max_new_tokens=max_new_tokens, max_prompt_tokens=max_prompt_tokens,
-        sampling=sampling, thinking=thinking, batch_size=batch_size, dtype=dtype, seed=seed,
+        sampling=sampling, thinking=thinking, batch_size=batch_size, dtype=dtype, seed=seed, chat_template=chat_template,
+        left_out=left_out,
     )  # fmt: skip
     typer.echo(f"next: dflash-hub train --target {target} --responses {output} --output drafter-run")
 
 
-def chosen_prompts(sources: list[str], column: str | None, count: int | None, seed: int) -> list[dict]:
-    """Rows {"id", "messages"} of all sources, or `count` of them."""
+def chosen_prompts(
+    sources: list[str], column: str | None, count: int | None, seed: int, keep_assistant: bool = False
+) -> tuple[list[dict], list[dict]]:
+    """(rows of all sources or `count` of them, rows that are left out), see `read_prompts`."""
     import random
 
-    rows = [row for source in sources for row in read_prompts(prompt_source(source), column)]
+    left_out = []
+    rows = [row for source in sources for row in read_prompts(prompt_source(source), column, keep_assistant, left_out)]
     if not rows:
-        raise ValueError(f"there is no prompt in {', '.join(sources)}.")
-    return rows if count is None else random.Random(seed).sample(rows, min(count, len(rows)))
+        raise ValueError(f"there is no prompt in {', '.join(sources)} that can be answered.")
+    return rows if count is None else random.Random(seed).sample(rows, min(count, len(rows))), left_out
 
 
 def default_target() -> str:
@@ -108,33 +120,31 @@ def default_target() -> str:
 def answer_prompts(
     rows: list[dict], output: Path, target: str, *, max_new_tokens: int, max_prompt_tokens: int, sampling: dict,
     thinking: bool | None, batch_size: int, dtype: str, seed: int, server: str | None = None, model: str | None = None,
+    chat_template: str | None = None, left_out: list[dict] = (),
 ):  # fmt: skip
     """Let the target answer, in this process or on a server, and say how many it answered.
 
     Raises:
         typer.Exit: none has an answer.
     """
-    from transformers import AutoTokenizer
-
     from ..common.identity import identify
+    from ..common.loading import load_target, load_tokenizer
     from ..common.server import Server
     from ..training import answers
 
     if server:
-        tokenizer = AutoTokenizer.from_pretrained(target)
+        tokenizer = load_tokenizer(target, chat_template)
         source = answers.RemoteTarget(Server(server, model), tokenizer, max_new_tokens, sampling, batch_size)
         identity, under = None, {}  # a server may leave the generation config out
     else:
-        from ..common.loading import load_target
-
-        loaded, tokenizer = load_target(target, dtype)
+        loaded, tokenizer = load_target(target, dtype, chat_template)
         source = answers.LocalTarget(loaded, tokenizer, max_new_tokens, sampling, batch_size)
         identity, under = identify(loaded), answers.text_settings(loaded)
     generation = {"max_new_tokens": max_new_tokens, **sampling}
     if under:
         generation["generation_config"] = under
     settings = answers.answer_settings(target, identity, tokenizer, thinking, generation)
-    counts = answers.regenerate(output, source, tokenizer, rows, settings, thinking, max_prompt_tokens, seed)
+    counts = answers.regenerate(output, source, tokenizer, rows, settings, thinking, max_prompt_tokens, seed, left_out)
     if getattr(source, "retokenized", 0):
         typer.echo(
             f"{source.retokenized} answers came as text without token ids; their ids are the tokenizer's reading of it."
@@ -207,6 +217,7 @@ def check(
     max_new_tokens: Annotated[int, Option(min=4, help="Tokens of an answer.")] = 48,
     thinking: Annotated[bool | None, Option(help="Thinking mode of the target's template, where it has one.")] = None,
     dtype: Annotated[str, Option(help="float32, bfloat16 or float16.")] = "float32",
+    chat_template: ChatTemplate = None,
 ):
     """Is this drafter right for this target, and if it accepts little, why? Exit code 1 where something is wrong."""
     from ..common.loading import load_target
@@ -214,10 +225,10 @@ def check(
     from ..training.check import check as run
     from ..training.check import read_record
 
-    messages = [row["messages"] for row in chosen_prompts(prompts or ["demo"], None, None, 0)[:count]]
-    loaded, tokenizer = load_target(target or default_target(), dtype)
+    rows = chosen_prompts(prompts or ["demo"], None, None, 0)[0][:count]
+    loaded, tokenizer = load_target(target or default_target(), dtype, chat_template)
     model = DFlashDraftModel.from_pretrained(drafter, dtype=loaded.dtype, device_map={"": loaded.device}).eval()
-    findings = run(model, loaded, tokenizer, messages, thinking, read_record(drafter), max_new_tokens)
+    findings = run(model, loaded, tokenizer, rows, thinking, read_record(drafter), max_new_tokens)
     for finding in findings:
         typer.echo(str(finding))
     if any(finding.ok is False for finding in findings):
@@ -226,7 +237,7 @@ def check(
 
 @takes_fields(
     TrainOptions, "column", "rehearsal", "rehearsal_share", "batch_size", "max_steps", "num_anchors", "vocabulary", "features",
-    "validation", "eval_prompts", "dtype", "bf16", "seed", "thinking",
+    "validation", "eval_prompts", "dtype", "bf16", "seed", "thinking", "chat_template",
     epochs=4.0, optimizer="adamw", learning_rate=3e-4, evaluations=8, patience=2,
 )  # fmt: skip
 def align(
@@ -236,6 +247,7 @@ def align(
     prompts: Annotated[list[str], Option(help="JSONL file of prompts, or a data set: NAME or NAME:SPLIT; repeatable.")],
     count: Annotated[int, Option(min=4, help="Prompts that the changed target answers.")] = 256,
     max_new_tokens: Annotated[int, Option(min=2, help="Tokens of a response, at most.")] = 512,
+    keep_assistant_turns: KeepAssistant = False,
     **fields,
 ):
     """Follow a target that was fine-tuned, quantised or merged: answers, fine-tuning, and the better drafter kept."""
@@ -246,7 +258,7 @@ def align(
 
     if accelerate.PartialState().num_processes > 1:
         raise ValueError("align runs in one process; train in many with `dflash-hub train --drafter`.")
-    rows = chosen_prompts(prompts, fields["column"], count, fields["seed"])
+    rows, left_out = chosen_prompts(prompts, fields["column"], count, fields["seed"], keep_assistant_turns)
     options = TrainOptions(
         target=target,
         responses=[str(output / "answers")],
@@ -259,6 +271,7 @@ def align(
     answer_prompts(
         rows, output / "answers", target, max_new_tokens=max_new_tokens, max_prompt_tokens=2048,
         sampling={"do_sample": False}, thinking=options.thinking, batch_size=64, dtype=options.dtype, seed=options.seed,
+        chat_template=options.chat_template, left_out=left_out,
     )  # fmt: skip
     typer.echo(run(options, output, typed_command()))
     typer.echo(

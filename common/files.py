@@ -96,10 +96,19 @@ def read_json(path: Path, *fields: str) -> dict:
 
 
 def json_lines(path: Path) -> Iterator[str]:
-    """Read a JSONL file line by line; `splitlines` would also break at separators that a JSON string may hold."""
-    with path.open(encoding="utf-8", newline="\n") as file:
-        for line in file:
-            yield line.removesuffix("\n")
+    """Read a JSONL file line by line; `splitlines` would also break at separators that a JSON string may hold.
+
+    Raises:
+        ValueError: it is no UTF-8; names the file.
+    """
+    with path.open(encoding="utf-8-sig", newline="\n") as file:
+        try:
+            for line in file:
+                yield line.removesuffix("\n").removesuffix("\r")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path} is no text in UTF-8, so no JSON lines: {error.reason} at byte {error.start}."
+            ) from None
 
 
 def refuse_repeated(what: str, names: list[str]):

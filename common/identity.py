@@ -53,10 +53,16 @@ def differences(one: dict, other: dict) -> list[str]:
 
 def has_thinking_modes(tokenizer) -> bool:
     """Whether the chat template asks for a mode; else there is one only, whatever is stated or recorded."""
-    return "enable_thinking" in (tokenizer.chat_template or "")
+    return "enable_thinking" in template_text(tokenizer)
 
 
 def template_fingerprint(tokenizer) -> str:
     """Of the chat template's text and the vocabulary: two tokenizers with the same one write the same prompts."""
-    parts = [tokenizer.chat_template or "", json.dumps(tokenizer.get_vocab(), sort_keys=True)]
+    parts = [template_text(tokenizer), json.dumps(tokenizer.get_vocab(), sort_keys=True)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def template_text(tokenizer) -> str:
+    """The text of the chat template; of several named ones, all of them with their names. Empty where there is none."""
+    template = tokenizer.chat_template
+    return json.dumps(template, sort_keys=True) if isinstance(template, dict) else template or ""

@@ -4,6 +4,8 @@ import accelerate
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from .chat import choose_template
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -12,11 +14,6 @@ def dtype_of(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ValueError(f"--dtype {name!r} is none of {', '.join(DTYPES)}.")
     return DTYPES[name]
-
-
-def in_mode(thinking: bool | None) -> dict:
-    """Keyword arguments of a chat template for a thinking mode; None leaves the template's default."""
-    return {} if thinking is None else {"enable_thinking": thinking}
 
 
 def end_tokens(target) -> set[int]:
@@ -42,16 +39,23 @@ def room_for_answer(target, prompt_tokens: int) -> int | None:
     return positions - prompt_tokens
 
 
-def load_target(name: str, dtype: str):
+def load_target(name: str, dtype: str, chat_template: str | None = None):
     """(target, tokenizer), on the accelerator of this process where there is one.
 
     Raises:
-        ValueError: an unknown dtype.
+        ValueError: an unknown dtype, or see `choose_template`.
     """
     torch_dtype = dtype_of(dtype)
     state = accelerate.PartialState(cpu=not torch.accelerator.is_available())
     target = AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype, device_map={"": state.device})
-    return target.requires_grad_(False).eval(), AutoTokenizer.from_pretrained(name)
+    return target.requires_grad_(False).eval(), load_tokenizer(name, chat_template)
+
+
+def load_tokenizer(name: str, chat_template: str | None = None):
+    """A target's tokenizer, with the chat template that is asked for; see `choose_template`."""
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    choose_template(tokenizer, chat_template)
+    return tokenizer
 
 
 def left_padded(rows: list[list[int]], pad: int, device) -> dict:

@@ -56,12 +56,15 @@ class Server:
             raise ValueError(f"{self.root} serves {names}; say which with --model.")
         return names[0]
 
-    def complete(self, messages: list[dict], max_new_tokens: int, temperature: float) -> tuple[int, float, float]:
+    def complete(
+        self, messages: list[dict], max_new_tokens: int, temperature: float, tools: list[dict] | None = None
+    ) -> tuple[int, float, float]:
         """(new tokens, seconds, seconds to the first) of one streamed answer."""
         body = {
             "model": self.model, "messages": messages, "max_tokens": max_new_tokens, "temperature": temperature,
             "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
+        body |= {"tools": tools} if tools else {}
         start, first, tokens = time.perf_counter(), None, None
         with self._open("/v1/chat/completions", body) as response:
             for line in response:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from ..common.loading import end_tokens, in_mode
+from ..common.chat import in_mode, own_turn
+from ..common.loading import end_tokens
 from ..decode_statistics import Speculation
 from ..target_cache import cached_length
 from ..target_model import CACHE
@@ -99,7 +100,8 @@ class Conversation:
         if streamer is not None:
             streamer.finish(output.speculation)
         text = self.pair.tokenizer.decode(new, skip_special_tokens=True)
-        self.messages = [*messages, {"role": "assistant", "content": text}]
+        if not self.raw:
+            self.messages = [*messages, own_turn(self.pair.tokenizer, messages, new, self.pair.settings(self.template))]
         self.cache, self.ids = output[CACHE], output.sequences
         ended = new[-1] in end_tokens(self.pair.target)
         reused = held if goes_on else 0
@@ -131,6 +133,7 @@ def run(
     dtype: str,
     as_json: bool,
     quiet: bool,
+    chat_template: str | None = None,
 ):
     """Answers on standard output, everything else on standard error."""
     interactive = not prompts and file is None and sys.stdin.isatty()
@@ -138,7 +141,7 @@ def run(
         prompts = prompts or [_read(file)]
         if not all(prompt.strip() for prompt in prompts):
             raise ValueError("the prompt is empty; pass it as an argument, in a --file, or on standard input.")
-    pair = Pair(target, drafter, dtype)
+    pair = Pair(target, drafter, dtype, chat_template)
     settings = {"max_new_tokens": max_new_tokens, "do_sample": bool(sampling)} | sampling
     conversation = Conversation(pair, system, raw, in_mode(thinking), settings)
     torch.manual_seed(seed)

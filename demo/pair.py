@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from ..common.loading import DTYPES, in_mode, room_for_answer
+from ..common.chat import in_mode
+from ..common.loading import DTYPES, load_tokenizer, room_for_answer
 from ..common.smollm2 import smollm2
 from ..decode_statistics import Speculation
 from ..modeling_dflash import DFlashDraftModel
@@ -22,19 +23,20 @@ class Pair:
         target: repository or folder; None takes SmolLM2-135M-Instruct.
         drafter: repository or folder; None takes the shipped one, which was made for that target.
         dtype: a name of `DTYPES`, or "auto" for that of the target's checkpoint.
+        chat_template: name of the chat template, where the target has several.
 
     Raises:
-        ValueError: an unknown dtype.
+        ValueError: an unknown dtype or chat template.
         OSError: a model that cannot be found; says where it was looked for.
     """
 
-    def __init__(self, target: str | None, drafter: str | None, dtype: str):
+    def __init__(self, target: str | None, drafter: str | None, dtype: str, chat_template: str | None = None):
         if dtype not in (*DTYPES, "auto"):
             raise ValueError(f"--dtype {dtype!r} is none of {', '.join(DTYPES)}, auto.")
         transformers.utils.logging.disable_progress_bar()
         path, self.source = (target, target) if target else smollm2()
         self.drafter_path = drafter or str(Path(__file__).parent.parent)
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.tokenizer = load_tokenizer(path, chat_template)
         placed = "auto" if torch.cuda.is_available() else "cpu"
         self.target = AutoModelForCausalLM.from_pretrained(
             path, dtype=DTYPES.get(dtype, "auto"), device_map=placed
@@ -48,10 +50,13 @@ class Pair:
 
         `template` goes to the tokenizer's chat template.
         """
-        template = in_mode(self.drafter.config.target_thinking) | template
         return self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt", **template
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt", **self.settings(template)
         ).to(self.device)
+
+    def settings(self, template: dict) -> dict:
+        """Keyword arguments of the chat template, in the drafter's thinking mode where `template` says none."""
+        return in_mode(self.drafter.config.target_thinking) | template
 
     def fitting(self, settings: dict, inputs) -> dict:
         """`settings` of a call with no more new tokens than the target has positions for; see `room_for_answer`."""

@@ -63,7 +63,7 @@ def measure(bench: Bench, rows: list[dict], repeats: int, zlab: bool) -> dict[st
     if zlab:
         ratios["ours / zlab, tokens per second"] = []
     for row in rows:
-        inputs = bench.inputs(row["messages"][:1])
+        inputs = bench.inputs(row)
         plain = methods["baseline"].run(inputs, bench.settings, 0, None).new_ids
         for repeat in range(repeats + 1):
             runs = {name: methods[name].run(inputs, bench.settings, 0, plain) for name in names[1:]}

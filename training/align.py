@@ -8,10 +8,9 @@ import dataclasses
 import json
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from ..common.files import complete_lines, new_folder
 from ..common.identity import has_thinking_modes
+from ..common.loading import load_tokenizer
 from ..convert.card import RECORD, write_card
 from ..convert.importing import write_drafter
 from ..convert.init import read_target_config, recorded_name, target_skeleton
@@ -44,7 +43,7 @@ def check_alignment(options: TrainOptions, prompts: list[dict]) -> TrainOptions:
     training_arguments(options, len(prompts) - options.validation, Path(options.output) / "run")
     drafter = warm_drafter(options)
     check_pair(drafter, target_skeleton(read_target_config(options.target)))
-    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    tokenizer = load_tokenizer(options.target, options.chat_template)
     if options.thinking is None and has_thinking_modes(tokenizer):
         options = dataclasses.replace(options, thinking=drafter.config.target_thinking)
     load_rows(options.rehearsal, prompts_by_id(options), options, tokenizer)

@@ -23,9 +23,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import Cache, GenerationConfig, LogitsProcessorList
 from transformers.generation import StoppingCriteriaList
 
+from ..common.chat import encode, turns_of
 from ..common.files import json_lines, read_json, repeated
 from ..common.identity import same_target, template_fingerprint
-from ..common.loading import cut_at_end, end_tokens, in_mode, left_padded, pad_token
+from ..common.loading import cut_at_end, end_tokens, left_padded, pad_token
 from ..common.server import Server
 from ..decode_choice import SCORES_ONLY
 from ..decode_settings import refuse_unsupported, resolve_generation_config
@@ -159,12 +160,14 @@ def regenerate(
     thinking: bool | None = None,
     max_prompt_tokens: int = 2048,
     seed: int = 0,
+    left_out: list[dict] = (),
 ) -> dict:
     """Answer what `output` does not hold yet, turn by turn; safe to interrupt at any time.
 
     Args:
-        prompts: rows {"id", "messages"} with the user's turns.
+        prompts: rows {"id", "messages", "tools" where there are some}.
         settings: what defines the answers; a folder made with others is refused.
+        left_out: rows {"id", "turn", "reason"} that are not among the prompts, to be listed with those that fail.
 
     Returns:
         Counts: answers, answer tokens, failures.
@@ -178,8 +181,9 @@ def regenerate(
     kept = read_answers(output / "answers.jsonl")
     answers = {(row["id"], row["turn"]): row["answer_ids"] for row in kept}
     answered = {(row["id"], row["turn"]): row.get("messages_sha256") for row in kept}
-    failures = []
+    failures = list(left_out)
     rows = list(prompts)
+    turns = {row["id"]: turns_of(row["messages"]) for row in rows}
     random.Random(seed).shuffle(rows)  # so that an interrupted run holds a fair sample
 
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "[{task.fields[speed]:.0f} tokens/s]",
@@ -188,24 +192,26 @@ def regenerate(
         (output / "answers.jsonl").open("a", encoding="utf-8") as file,
         Progress(*[TextColumn(c) if isinstance(c, str) else c for c in columns]) as bar,
     ):
-        for turn in range(max(len(row["messages"]) for row in rows)):
+        for turn in range(max(map(len, turns.values()))):
             due = []
             for row in rows:
-                key, earlier = (row["id"], turn), [(row["id"], t) for t in range(turn)]
-                if turn >= len(row["messages"]):
+                key, before = (row["id"], turn), turns[row["id"]][:turn]
+                if turn >= len(turns[row["id"]]):
                     continue
+                earlier = [None if kept.kept else (row["id"], t) for t, kept in enumerate(before)]
                 if key in answers:
-                    if answered[key] not in (None, messages_digest(row["messages"][: turn + 1])):
+                    if answered[key] not in (None, messages_digest(row, turn)):
                         raise ValueError(
                             f"{output} holds an answer to another prompt with the id {row['id']!r}; pass another --output, or "
                             "give the prompts ids of their own."
                         )
                     continue
-                if not all(k in answers for k in earlier):
+                if not all(k is None or k in answers for k in earlier):
                     failures.append({"id": row["id"], "turn": turn, "reason": "an earlier turn has no answer"})
                     continue
                 try:
-                    prompt_ids = encode(tokenizer, row["messages"], [answers[k] for k in earlier], thinking)
+                    history = [None if k is None else answers[k] for k in earlier]
+                    prompt_ids = encode(tokenizer, row, history, thinking)
                 except Exception as error:  # templates raise what they like; the row is listed and the others go on
                     failures.append({"id": row["id"], "turn": turn, "reason": f"{type(error).__name__}: {error}"})
                     continue
@@ -228,7 +234,7 @@ def regenerate(
                     answers[row_id, turn] = ids
                     tokens += len(ids)
                     row = {"id": row_id, "turn": turn, "prompt_ids": prompt_ids, "answer_ids": ids}
-                    row["messages_sha256"] = messages_digest(prompt["messages"][: turn + 1])
+                    row["messages_sha256"] = messages_digest(prompt, turn)
                     file.write(json.dumps(row, separators=(",", ":")) + "\n")
                 file.flush()
                 bar.advance(task, len(batch))
@@ -240,20 +246,12 @@ def regenerate(
     }  # fmt: skip
 
 
-def messages_digest(messages: list[dict]) -> str:
-    """Of what the user wrote; a template may write more, such as the date."""
-    return hashlib.sha256(json.dumps([m["content"] for m in messages]).encode()).hexdigest()[:16]
-
-
-def encode(tokenizer, messages: list[dict], answers: list[list[int]], thinking: bool | None) -> list[int]:
-    """Token ids of the conversation up to user turn `len(answers)`, with the target's own answers before it."""
-    history = []
-    for message, ids in zip(messages, answers):
-        history += [message, {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}]
-    encoded = tokenizer.apply_chat_template(
-        [*history, messages[len(answers)]], add_generation_prompt=True, return_dict=True, **in_mode(thinking)
-    )
-    return list(encoded["input_ids"])
+def messages_digest(row: dict, turn: int) -> str:
+    """Of what the data has up to a turn; a template may write more, such as the date."""
+    said = [m for past in turns_of(row["messages"])[: turn + 1] for m in (*past.messages, *past.kept)]
+    plain = all(message.keys() == {"role", "content"} and message["role"] == "user" for message in said)
+    parts = [message["content"] for message in said] if plain and not row.get("tools") else [said, row.get("tools")]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def batches_by_length(rows: list[tuple], batch_size: int):
@@ -265,18 +263,18 @@ def batches_by_length(rows: list[tuple], batch_size: int):
             yield part[first : first + batch_size]
 
 
-def read_answers(path: Path, prompts: dict[str, list[dict]] | None = None, tokenizer=None, thinking=None) -> list[dict]:
+def read_answers(path: Path, prompts: dict[str, dict] | None = None, tokenizer=None, thinking=None) -> list[dict]:
     """All rows of a file of answers, see `iterate_answers`; none where there is no file."""
     return list(iterate_answers(path, prompts, tokenizer, thinking)) if path.exists() else []
 
 
 def iterate_answers(
-    path: Path, prompts: dict[str, list[dict]] | None = None, tokenizer=None, thinking=None
+    path: Path, prompts: dict[str, dict] | None = None, tokenizer=None, thinking=None
 ) -> Iterator[dict]:
     """Rows of a file of answers, one at a time. The last line may have been cut by an interruption, or be in the writing: it is left out.
 
     Args:
-        prompts: messages by id, for files that name prompts without repeating them; with the target's tokenizer.
+        prompts: rows by id, for files that name prompts without repeating them; with the target's tokenizer.
 
     Raises:
         ValueError: a row of another form, or a prompt that is nowhere; names the line.

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers.utils import cached_file
 
+from ..common.chat import encode
 from ..common.files import read_json
 from ..common.identity import has_thinking_modes, identify, same_target, template_fingerprint
 from ..common.loading import end_tokens
@@ -20,7 +21,6 @@ from ..convert.card import RECORD
 from ..drafter_candidates import DFlashProposer
 from ..hub_files import nonfinite, nonfinite_sentence
 from ..target_model import check_pair, tap_request, tapped
-from .answers import encode
 from .blocks import denoise
 from .data import row_context, rows_of, single_row
 from .evaluation import GreedyCall, generate, right_drafts
@@ -43,13 +43,13 @@ class Finding:
 
 @torch.no_grad()
 def check(
-    drafter, target, tokenizer, prompts: list[list[dict]], thinking: bool | None, record: dict | None,
+    drafter, target, tokenizer, prompts: list[dict], thinking: bool | None, record: dict | None,
     max_new_tokens: int = 48,
 ) -> list[Finding]:  # fmt: skip
     """All findings, the verdict on acceptance last.
 
     Args:
-        prompts: conversations of user turns; of each the first turn is answered.
+        prompts: rows {"messages", "tools" where there are some}; of each the first turn is answered.
         record: of the drafter's training (`training_record.json`), where it has one.
     """
     try:
@@ -66,7 +66,7 @@ def check(
     ]
     if names := nonfinite(dict(drafter.named_parameters())):
         return [*findings, Finding("weights", False, nonfinite_sentence(names, "the drafter"))]
-    prompt_ids = [encode(tokenizer, messages, [], thinking) for messages in prompts]
+    prompt_ids = [encode(tokenizer, row, [], thinking) for row in prompts]
     findings += [taps_are_layer_outputs(drafter, target, prompt_ids[0])]
     rows = answered(target, prompt_ids, max_new_tokens)
     findings += layouts_agree(drafter, target, rows[0])

@@ -10,6 +10,10 @@ FRESH = {"layers": 5, "block_size": 16}
 RENAMED = {"answers": "responses", "taps": "target_layers", "held_out": "validation", "greedy": "greedy_responses"}
 ATTENTION = ("sdpa", "eager", "flex_attention")
 
+ChatTemplate = Annotated[
+    str | None, Option(help="Name of the target's chat template, where it has several. Default: default.")
+]
+
 
 @dataclass
 class TrainOptions:
@@ -87,6 +91,7 @@ class TrainOptions:
     thinking: Annotated[
         bool | None, Option(help="Thinking mode of the responses, where the target's template has one.")
     ] = None
+    chat_template: ChatTemplate = None
     greedy_responses: Annotated[
         bool | None,
         Option("--greedy-responses/--sampled-responses", help="Where the settings of the responses do not say it."),

@@ -117,7 +117,7 @@ def plan_run(options: TrainOptions) -> Run:
     """
     check_environment(options)
     options = resolved(options)
-    target, tokenizer = load_target(options.target, options.dtype)
+    target, tokenizer = load_target(options.target, options.dtype, options.chat_template)
     identity = identify(target)
     data = load_data(options, target, tokenizer, identity)
     attention = choose_attention(options.attention)
@@ -318,16 +318,16 @@ def name_target(config: DFlashConfig, options: TrainOptions, identity: dict):
         config.target_revision = None
 
 
-def prompts_by_id(options: TrainOptions) -> dict[str, list[dict]]:
-    """Messages of the prompts that answers may name without repeating them.
+def prompts_by_id(options: TrainOptions) -> dict[str, dict]:
+    """Rows of the prompts that answers may name without repeating them.
 
     Raises:
         ValueError: two prompts of one id.
     """
     prompts = {}
     for source in options.prompts:
-        for row in read_prompts(source, options.column):
-            if prompts.setdefault(row["id"], row["messages"]) != row["messages"]:
+        for row in read_prompts(source, options.column, keep_assistant=True):  # of a row only the first turn counts
+            if prompts.setdefault(row["id"], row) != row:
                 raise ValueError(
                     f"--prompts {source}: another prompt with the id {row['id']!r} was read before; make the ids unique."
                 )
@@ -336,7 +336,7 @@ def prompts_by_id(options: TrainOptions) -> dict[str, list[dict]]:
 
 def load_rows(
     sources: list[str],
-    prompts: dict[str, list[dict]],
+    prompts: dict[str, dict],
     options: TrainOptions,
     tokenizer,
     identity: dict | None = None,
@@ -372,9 +372,10 @@ def load_rows(
                 stated["thinking"] = options.thinking
             for name, here in stated.items():
                 if settings[name] != here:
+                    hint = " (--chat-template names one of several)" if name == "template" else ""
                     raise ValueError(
                         f"{path} was made with {name} {settings[name]!r}, the target here has {here!r}. A drafter trained on "
-                        "another one accepts little: pass the same, or make the answers again."
+                        f"another one accepts little: pass the same{hint}, or make the answers again."
                     )
             if identity is not None:
                 check_answerer(path, settings, identity)

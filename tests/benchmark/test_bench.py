@@ -269,16 +269,16 @@ def test_bad_prompts_are_named(tmp_path):
 @pytest.mark.parametrize(
     "line",
     (
-        "[1]", "5", '{"id": "a", "messages": "hi"}', '{"id": "a", "messages": []}', '{"id": "a", "messages": ["hi"]}',
+        "[1]", "5", '{"id": "a", "messages": 3}', '{"id": "a", "messages": []}', '{"id": "a", "messages": [3]}',
         '{"id": "a", "messages": [{"role": "user", "content": 5}]}', '{"id": "a", "messages": [{"role": "user"}]}',
         '{"id": ["a"], "messages": [{"role": "user", "content": "x"}]}',
-        '{"id": "a", "messages": [{"role": "system", "content": "x"}]}',
+        '{"id": "a", "messages": [{"role": "system", "content": "x"}]}', '{"id": "a", "messages": [{"role": "sage", "content": "x"}]}',
     ),
 )  # fmt: skip
 @pytest.mark.parametrize("read", (read_prompts, lambda path: load_prompts(path, 2, None)))
 def test_a_row_of_another_shape_is_named(line, read, tmp_path):
     (tmp_path / "x.jsonl").write_text(line + "\n")
-    with pytest.raises(ValueError, match=r"x.jsonl, line 1: expected .* got "):
+    with pytest.raises(ValueError, match=r"x.jsonl, line 1: .*expected .* got "):
         read(str(tmp_path / "x.jsonl"))
 
 
@@ -287,7 +287,7 @@ def test_training_knows_the_sets_by_name_and_takes_other_splits_of_them(monkeypa
 
     def load_dataset(*name, split):
         calls.append((name, split))
-        if name == ("/",):
+        if name == ("none",):
             raise RuntimeError("no data here\nand more")
         return [{"question": "Q?"}]
 
@@ -296,8 +296,8 @@ def test_training_knows_the_sets_by_name_and_takes_other_splits_of_them(monkeypa
     (row,) = read_prompts("gsm8k:train")
     assert row["id"] == "gsm8k-test-0:train" and row["messages"][0]["content"].startswith("Q?\nPlease reason")
     assert calls[-1] == (("openai/gsm8k", "main"), "train")
-    with pytest.raises(ValueError, match="'/' is no file, none of the prompt sets gsm8k.*: no data here$"):
-        read_prompts("/")
+    with pytest.raises(ValueError, match="'none' is no file, none of the prompt sets gsm8k.*: no data here$"):
+        read_prompts("none")
 
 
 def test_the_choice_is_seeded(tmp_path):
@@ -380,7 +380,7 @@ def test_pitfall_80_prompts_are_in_the_thinking_mode_of_the_drafter_unless_anoth
         [{"role": "user", "content": "w5"}],
     )
     first = "w1" if stated else "w2"
-    assert tokenizer.decode(bench.inputs(messages)["input_ids"][0]).split() == [first, "w5"]
+    assert tokenizer.decode(bench.inputs({"messages": messages})["input_ids"][0]).split() == [first, "w5"]
     assert bench.thinking is bool(stated)
     own = {} if stated is None else {"enable_thinking": stated}
     assert tokenizer.decode(pair.encode(messages, **own)["input_ids"][0]).split() == [first, "w5"]
@@ -435,7 +435,7 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
 
 def test_ties_are_found_by_a_teacher_forced_pass(models):
     bench = bench_of(models)
-    inputs = bench.inputs([{"role": "user", "content": "w1 w2"}])
+    inputs = bench.inputs({"messages": [{"role": "user", "content": "w1 w2"}]})
     text = bench.target.generate(**inputs, max_new_tokens=6, do_sample=False)[
         0, inputs["input_ids"].shape[1] :
     ].tolist()

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
+from dflash_hub.common.chat import encode
 from dflash_hub.common.identity import identify, same_target
 from dflash_hub.common.prompts import read_prompts
 from dflash_hub.common.server import Server
@@ -16,7 +17,6 @@ from dflash_hub.training.answers import (
     LocalTarget,
     RemoteTarget,
     answer_settings,
-    encode,
     read_answers,
     regenerate,
     text_settings,
@@ -56,8 +56,8 @@ def test_pitfall_81_answers_are_the_targets_greedy_text_with_exact_ids(tmp_path,
     assert counts["answer_tokens"] == sum(len(row["answer_ids"]) for row in rows)
     ended = 0
     for row in rows:
-        messages = next(p["messages"] for p in prompts_of(11) if p["id"] == row["id"])
-        assert row["prompt_ids"] == encode(tokenizer, messages, [], None)
+        prompt = next(p for p in prompts_of(11) if p["id"] == row["id"])
+        assert row["prompt_ids"] == encode(tokenizer, prompt, [], None)
         text = target.generate(torch.tensor([row["prompt_ids"]]), max_new_tokens=10, do_sample=False)
         assert text[0, len(row["prompt_ids"]) :].tolist() == row["answer_ids"]
         ended += row["answer_ids"][-1] == END
@@ -112,7 +112,8 @@ def test_later_turns_are_answered_on_the_models_own_history(tmp_path, target, to
     assert len(rows) == 6
     for prompt in prompts:
         first, second = rows[prompt["id"], 0], rows[prompt["id"], 1]
-        answer = tokenizer.decode(first["answer_ids"], skip_special_tokens=True)
+        ids = first["answer_ids"]
+        answer = tokenizer.decode(ids[:-1] if ids[-1] == END else ids)
         history = [prompt["messages"][0], {"role": "assistant", "content": answer}, prompt["messages"][1]]
         expected = tokenizer.apply_chat_template(history, add_generation_prompt=True, return_dict=True)["input_ids"]
         assert second["prompt_ids"] == expected
@@ -195,8 +196,7 @@ def test_answers_without_prompts_are_joined_with_them_by_id(tmp_path, target, to
     rows = read_answers(tmp_path / "answers.jsonl")
     compact = tmp_path / "compact.jsonl"
     compact.write_text("".join(json.dumps({"id": r["id"], "answer_ids": r["answer_ids"]}) + "\n" for r in rows))
-    messages = {row["id"]: row["messages"] for row in prompts_of(4)}
-    joined = read_answers(compact, messages, tokenizer)
+    joined = read_answers(compact, {row["id"]: row for row in prompts_of(4)}, tokenizer)
     assert [row | {"messages_sha256": r["messages_sha256"]} for row, r in zip(joined, rows, strict=True)] == rows
     with pytest.raises(ValueError, match=r"compact.jsonl, line 1: row 'p-\d' has no `prompt_ids`"):
         read_answers(compact)
@@ -220,9 +220,9 @@ def test_prompts_from_files_and_data_sets(tmp_path, monkeypatch):
     assert read_prompts("org/set")[0]["messages"] == [{"role": "user", "content": "x"}]
     with pytest.raises(ValueError, match="has no column 'text' but"):
         read_prompts("org/set", "text")
-    rows.append({"question": None, "messages": [{"role": "assistant", "content": "y"}]})
-    for column in ("question", None):
-        with pytest.raises(ValueError, match="'org/set', row 1: expected the text of a user's turn in"):
+    rows.append({"question": 5, "messages": [{"role": "assistant", "content": "y"}]})
+    for column, rule in (("question", "`question`: expected text"), (None, "`messages`: expected a turn of a user")):
+        with pytest.raises(ValueError, match=f"'org/set', row 1: {rule}"):
             read_prompts("org/set", column)
 
 

@@ -11,10 +11,10 @@ from importlib.util import find_spec
 import pytest
 import torch
 from dflash_hub import DFlashDraftModel
+from dflash_hub.common.chat import encode
 from dflash_hub.common.identity import identify, template_fingerprint
 from dflash_hub.training import blocks, checkpoints
 from dflash_hub.training import check as checks
-from dflash_hub.training.answers import encode
 from dflash_hub.training.arguments import read_field
 from dflash_hub.training.check import check
 from dflash_hub.training.features import checksum
@@ -37,15 +37,15 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def messages():
-    return [row["messages"] for row in prompts_of(4)]
+def prompts():
+    return prompts_of(4)
 
 
 @pytest.fixture(scope="module")
-def trained(target, tokenizer, messages, tmp_path_factory):
+def trained(target, tokenizer, prompts, tmp_path_factory):
     """A drafter that knows the answers to these prompts by heart, as a state dict."""
     drafter = tiny_drafter(initializer_range=0.05, num_target_layers=LAYERS, target_layer_ids=TAPS, mask_token_id=95)
-    rows = checks.answered(target, [encode(tokenizer, m, [], None) for m in messages], 24)
+    rows = checks.answered(target, [encode(tokenizer, m, [], None) for m in prompts], 24)
     rows = [row | {"id": f"row-{i}"} for i, row in enumerate(rows)]
     trainer = trainer_of(
         tmp_path_factory.mktemp("run"), target, drafter, rows * 2, rows[:1], max_steps=150,
@@ -74,64 +74,64 @@ def by_name(findings) -> dict:
     return {finding.name: finding for finding in findings}
 
 
-def test_a_good_pair_passes_every_check(target, tokenizer, messages, trained):
+def test_a_good_pair_passes_every_check(target, tokenizer, prompts, trained):
     drafter = drafter_of(trained)
-    findings = by_name(check(drafter, target, tokenizer, messages, None, record_of(target, tokenizer, 3.0), 24))
+    findings = by_name(check(drafter, target, tokenizer, prompts, None, record_of(target, tokenizer, 3.0), 24))
     assert [name for name, finding in findings.items() if finding.ok is False] == []
     assert {"pair", "taps", "layouts", "leak", "target's weights", "acceptance"} <= set(findings)
     assert "tau" in findings["acceptance"].detail and "likely cause" not in findings
 
 
-def test_taps_that_are_off_by_one_are_named(target, tokenizer, messages, trained):
+def test_taps_that_are_off_by_one_are_named(target, tokenizer, prompts, trained):
     drafter = drafter_of(trained, target_layer_ids=[1, 2, 3])
-    findings = by_name(check(drafter, target, tokenizer, messages, None, record_of(target, tokenizer, 4.0), 24))
+    findings = by_name(check(drafter, target, tokenizer, prompts, None, record_of(target, tokenizer, 4.0), 24))
     assert findings["acceptance"].ok is False
     assert "wrong taps: with taps [0, 1, 2]" in findings["likely cause"].detail
 
 
-def test_another_target_template_or_acceptance_is_named(target, tokenizer, messages, trained):
+def test_another_target_template_or_acceptance_is_named(target, tokenizer, prompts, trained):
     drafter = drafter_of(trained)
     other = tiny_target("llama", seed=7, num_hidden_layers=LAYERS)
-    findings = by_name(check(drafter, other, tokenizer, messages, None, record_of(target, tokenizer, 3.0), 24))
+    findings = by_name(check(drafter, other, tokenizer, prompts, None, record_of(target, tokenizer, 3.0), 24))
     assert findings["target's weights"].ok is False and findings["acceptance"].ok is False
     assert "target's weights (made with weights" in findings["likely cause"].detail
 
     template = tiny_tokenizer(90, template="{% for m in messages %}<end>{{ m['content'] }}<start>{% endfor %}")
-    findings = by_name(check(drafter, target, template, messages, None, record_of(target, tokenizer, 3.0), 24))
+    findings = by_name(check(drafter, target, template, prompts, None, record_of(target, tokenizer, 3.0), 24))
     assert findings["chat template and vocabulary"].ok is False
 
     thinking = tiny_tokenizer(90, template="{% if enable_thinking %}<start>{% endif %}" + tokenizer.chat_template)
     drafter.config.target_thinking = True
-    findings = by_name(check(drafter, target, thinking, messages, False, None, 24))
+    findings = by_name(check(drafter, target, thinking, prompts, False, None, 24))
     assert findings["thinking"].ok is False and findings["thinking"].detail == "made for True, False here"
 
 
-def test_an_untrained_drafter_and_a_wrong_pair_are_told_apart(target, tokenizer, messages):
+def test_an_untrained_drafter_and_a_wrong_pair_are_told_apart(target, tokenizer, prompts):
     fresh = tiny_drafter(num_target_layers=LAYERS, target_layer_ids=TAPS)
-    findings = by_name(check(fresh, target, tokenizer, messages, None, None, 24))
+    findings = by_name(check(fresh, target, tokenizer, prompts, None, None, 24))
     assert findings["acceptance"].ok is False
     assert "may be untrained" in findings["likely cause"].detail
-    findings = check(tiny_drafter(), target, tokenizer, messages, None, None, 24)
+    findings = check(tiny_drafter(), target, tokenizer, prompts, None, None, 24)
     assert [f.name for f in findings] == ["pair"] and findings[0].ok is False
     with torch.no_grad():
         fresh.fc.weight[0, 0] = float("nan")
-    findings = check(fresh, target, tokenizer, messages, None, None, 24)
+    findings = check(fresh, target, tokenizer, prompts, None, None, 24)
     assert [(f.name, f.ok) for f in findings] == [("pair", True), ("weights", False)]
     assert "in fc.weight" in findings[1].detail
 
 
-def test_a_drafter_whose_logits_are_not_finite_in_this_dtype_is_found(target, tokenizer, messages):
+def test_a_drafter_whose_logits_are_not_finite_in_this_dtype_is_found(target, tokenizer, prompts):
     """Its weights are finite, its hidden states are not: what large activations do in float16."""
     drafter = tiny_drafter(num_target_layers=LAYERS, target_layer_ids=TAPS)
     with torch.no_grad():
         drafter.layers[0].mlp.down_proj.weight.fill_(1e38)
-    found = by_name(check(drafter, target, tokenizer, messages[:1], None, None, 12))
+    found = by_name(check(drafter, target, tokenizer, prompts[:1], None, None, 12))
     assert found["layouts"].ok is False and "logits are not finite in float32: load" in found["layouts"].detail
     assert found["acceptance"].ok is False and "not finite" in found["likely cause"].detail
 
 
 @pytest.mark.parametrize("fault", ["taps", "layouts", "leak ahead", "leak blind"])
-def test_a_broken_implementation_is_found(target, tokenizer, messages, trained, monkeypatch, fault):
+def test_a_broken_implementation_is_found(target, tokenizer, prompts, trained, monkeypatch, fault):
     drafter = drafter_of(trained)
     if fault == "taps":
         taken = checks.tapped
@@ -152,7 +152,7 @@ def test_a_broken_implementation_is_found(target, tokenizer, messages, trained, 
             return found
 
         monkeypatch.setattr(blocks, "layer_masks", broken)
-    findings = by_name(check(drafter, target, tokenizer, messages, None, None, 24))
+    findings = by_name(check(drafter, target, tokenizer, prompts, None, None, 24))
     assert findings[fault.split()[0]].ok is False
 
 

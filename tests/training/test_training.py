@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dflash_hub import DFlashDraftModel
+from dflash_hub.common.chat import encode
 from dflash_hub.common.identity import identify
 from dflash_hub.configuration_dflash import FULL, SLIDING
 from dflash_hub.drafter_candidates import DFlashProposer
@@ -20,7 +21,7 @@ from dflash_hub.target_model import raw_embeddings, tap_request, tapped
 from dflash_hub.training import evaluation
 from dflash_hub.training import train as training_run
 from dflash_hub.training import trainer as training_step
-from dflash_hub.training.answers import LocalTarget, encode
+from dflash_hub.training.answers import LocalTarget
 from dflash_hub.training.blocks import (
     PADDING,
     block_ids,
@@ -765,7 +766,7 @@ TEMPLATE = (
 def test_pitfall_79_the_loss_falls_on_the_coloured_answer_and_on_no_word_of_the_template(monkeypatch):
     specials = ("<pad>", "<start>", "<end>", "user", "assistant", "<think>", "</think>")
     tokenizer = tiny_tokenizer(90, specials, TEMPLATE)
-    prompt = encode(tokenizer, [{"role": "user", "content": "w3 w4"}], [], False)
+    prompt = encode(tokenizer, {"messages": [{"role": "user", "content": "w3 w4"}]}, [], False)
     assert tokenizer.convert_ids_to_tokens(prompt[-4:]) == ["<start>", "assistant", "<think>", "</think>"]
     answer = tokenizer("w5 w6 w7").input_ids + [tokenizer.eos_token_id]
     row = {"id": "a", "turn": 0, "prompt_ids": prompt, "answer_ids": answer}
