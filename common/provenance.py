@@ -43,12 +43,11 @@ def origin(command: str) -> str:
 
 def commit() -> str:
     """Of this checkout; a package that was installed from elsewhere has none."""
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=9"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-    )
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=9"]
+    try:
+        git = subprocess.run(describe, capture_output=True, text=True, cwd=Path(__file__).parent)
+    except OSError:  # there is no git
+        return "not a git checkout"
     return git.stdout.strip() or "not a git checkout"
 
 

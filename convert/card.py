@@ -58,14 +58,36 @@ def write_card(folder: str | Path, benchmark_files=(), repository: str | None = 
         raise FileExistsError(
             f"{path} was not written by dflash-hub (it lacks the line {CARD_MARK!r}); pass --force to replace it."
         )
-    record = folder / RECORD
-    training, evaluation = f"Not recorded (the folder has no `{RECORD}`).", []
-    if record.is_file():
-        found = read_json(record)
-        training = _of(record, lambda: _training(found))
-        evaluation = _of(record, lambda: _evaluation(found))
-    measured = evaluation + [part for file in benchmark_files for part in _benchmark(Path(file))]
+    record = read_json(folder / RECORD) if (folder / RECORD).is_file() else None
     tags = TAGS + (["custom_generate"] if (folder / "custom_generate" / "generate.py").is_file() else [])
+    text = card_text(config, record, folder, benchmark_files, repository, before, tags)
+    write_text(path, text)
+    return text
+
+
+def card_text(
+    config: DFlashConfig,
+    record: dict | None,
+    folder: Path,
+    benchmark_files=(),
+    repository: str | None = None,
+    before: str = "",
+    tags: list[str] = TAGS,
+) -> str:
+    """The card of a drafter with this config and training record; nothing is written.
+
+    Args:
+        folder: where record and card before lie, for messages.
+        before: the text of the card before, of which the owner's parts are kept.
+
+    Raises:
+        ValueError: see `write_card`.
+    """
+    path, training, evaluation = folder / "README.md", f"Not recorded (the folder has no `{RECORD}`).", []
+    if record is not None:
+        training = _of(folder / RECORD, lambda: _training(record))
+        evaluation = _of(folder / RECORD, lambda: _evaluation(record))
+    measured = evaluation + [part for file in benchmark_files for part in _benchmark(Path(file))]
     yours = before.split(YOURS, 1)[1] if YOURS in before else "\n"
     parts = [
         f"---\n{_of(path, lambda: _metadata(before, config, tags))}\n---\n\n{CARD_MARK}",
@@ -78,9 +100,7 @@ def write_card(folder: str | Path, benchmark_files=(), repository: str | None = 
         *([DEFINITIONS] if benchmark_files else []),
         _limits(config, repository),
     ]
-    text = "\n\n".join(parts) + f"\n\n{YOURS}{yours}"
-    write_text(path, text)
-    return text
+    return "\n\n".join(parts) + f"\n\n{YOURS}{yours}"
 
 
 def address_card(text: str, repository: str) -> str:

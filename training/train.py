@@ -33,7 +33,6 @@ from ..common.files import complete_lines, in_a_line, new_folder, one_writer, re
 from ..common.identity import differences, has_thinking_modes, identify, same_target, template_fingerprint
 from ..common.loading import load_target
 from ..common.prompts import read_prompts
-from ..common.provenance import environment
 from ..configuration_dflash import FULL, SLIDING, DFlashConfig
 from ..convert.card import RECORD, write_card
 from ..convert.init import init_drafter, recorded_name
@@ -45,13 +44,16 @@ from .answers import iterate_answers, text_settings
 from .arguments import read_field
 from .check import read_record
 from .checkpoints import FileLists, best_checkpoint, resumable_checkpoint
-from .data import Collator, PackedRows, document_key, row_length, split_validation, usable_rows
+from .data import Collator, PackedRows, document_key, split_validation, usable_rows
 from .evaluation import GreedyCall
 from .examples import in_a_file
 from .features import FeatureCache, check_teacher, checksum, feature_layers, tapped_features
 from .losses import BlockLoss, ReducedHead, gamma_of
 from .options import TrainOptions, resolved, with_new_names
+from .record import check_recordable, longest_trained, training_record, training_result
 from .trainer import DFlashTrainer, check_whole, checkpoint_activations, evaluate
+
+SAID_OF_THE_TARGET = ("target_name_or_path", "target_revision", "target_thinking")  # fields of a drafter's config
 
 
 @dataclass
@@ -71,7 +73,10 @@ class Data:
 
 @dataclass
 class Run:
-    """A run as its options resolve for this target, before anything is written. `drafter` is None until a fresh one is made."""
+    """A run as its options resolve for this target, before anything is written. `drafter` is None until a fresh one is made.
+
+    `config` is the trained drafter's.
+    """
 
     options: TrainOptions
     target: PreTrainedModel
@@ -79,6 +84,7 @@ class Run:
     identity: dict
     data: Data
     dataset: PackedRows
+    config: DFlashConfig
     drafter: DFlashDraftModel | None
     attention: str
     gamma: float
@@ -101,6 +107,7 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
     """
     checkpoint = resumable_checkpoint(Path(options.output)) if resume else None
     run = plan_run(options)
+    check_recordable(run, command)
     trainer = begin(run, resume)
     if checkpoint is not None:
         run.arguments.eval_on_start = False  # to early stopping it would be an evaluation without a better one
@@ -127,6 +134,9 @@ def plan_run(options: TrainOptions) -> Run:
         check_thinking(drafter.config, options, tokenizer)
         check_pair(drafter, target)
     config = fresh_config(options) if drafter is None else drafter.config
+    name_target(config, options, identity)
+    if has_thinking_modes(tokenizer):
+        config.target_thinking = options.thinking
     gamma = gamma_of(options.loss, options.gamma, config.block_size)
     loss = BlockLoss(options.loss, gamma or None)
     if loss.needs_teacher:
@@ -144,7 +154,7 @@ def plan_run(options: TrainOptions) -> Run:
         used = torch.tensor(used, device=target.device)
         reduced_head = ReducedHead(target.get_output_embeddings(), used, options.negatives)
     return Run(
-        options, target, tokenizer, identity, data, dataset, drafter, attention, gamma, loss, reduced_head, arguments,
+        options, target, tokenizer, identity, data, dataset, config, drafter, attention, gamma, loss, reduced_head, arguments,
         Path(options.output),
     )  # fmt: skip
 
@@ -222,7 +232,7 @@ def begin(run: Run, resume: bool) -> DFlashTrainer:
 
 
 def finish(run: Run, trainer: DFlashTrainer, command: str) -> dict:
-    """Evaluate the best checkpoint as it will be served, and write it as a Hub folder with record, card and curves.
+    """Save the best checkpoint as it will be served, evaluate it, and complete its Hub folder with record, card and curves.
 
     Returns:
         The evaluation, by name.
@@ -230,62 +240,21 @@ def finish(run: Run, trainer: DFlashTrainer, command: str) -> dict:
     options, target, data = run.options, run.target, run.data
     best = best_checkpoint(run.output, trainer.state.best_model_checkpoint)
     drafter = DFlashDraftModel.from_pretrained(best, dtype=torch.bfloat16)
+    for name in SAID_OF_THE_TARGET:
+        setattr(drafter.config, name, getattr(run.config, name))
+    folder = run.output / "drafter"
+    with new_folder(folder, force=folder.exists()) as filling:  # the weights first: what comes after can be made again
+        drafter.save_pretrained(filling)
     drafter = drafter.to(target.device).eval()
     drafter.set_attn_implementation("sdpa")
     rounded = drafter.to(target.dtype)  # what is served: bfloat16 weights, run in the target's dtype
     replayed = data.validation if data.greedy else []
     figures = evaluate(target, rounded, trainer.eval_rows, replayed, options.eval_new_tokens)
-    drafter = rounded.to(torch.bfloat16)
-    name_target(drafter.config, options, run.identity)
-    if has_thinking_modes(run.tokenizer):
-        drafter.config.target_thinking = options.thinking
-    record = training_record(run, trainer, drafter.config, best, figures, command)
-    with new_folder(run.output / "drafter", force=(run.output / "drafter").exists()) as folder:
-        drafter.save_pretrained(folder)
-        record["result"]["weights_sha256"] = checksum(folder / "model.safetensors")
-        write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
-        write_card(folder)
+    result = training_result(run, trainer, best, figures) | {"weights_sha256": checksum(folder / "model.safetensors")}
+    write_text(folder / RECORD, json.dumps(training_record(run, command, result), indent=1) + "\n")
+    write_card(folder)
     draw_curves(run.output / "log.jsonl", run.output / "curves.png")
     return figures
-
-
-def training_record(
-    run: Run, trainer: DFlashTrainer, config: DFlashConfig, best: Path, figures: dict, command: str
-) -> dict:
-    """Return what `training_record.json` states of a run: its data, recipe, environment and result."""
-    options, training = run.options, run.data.training
-    before = longest_trained(options.drafter) if options.drafter is not None else 0
-    return {
-        "command": command,
-        "data": {
-            "files": run.data.files,
-            "target": config.target_name_or_path,
-            "identity": run.identity,
-            "thinking": options.thinking,
-            "chat_template_sha256": template_fingerprint(run.tokenizer),
-            "rows": len(training),
-            "answer_tokens": sum(len(row["answer_ids"]) for row in training),
-            "longest_row": max(*map(row_length, training), before),
-            "validation": [row["id"] for row in run.data.validation],
-        },
-        "recipe": {
-            name: value for name, value in dataclasses.asdict(options).items()
-            if name not in ("target", "responses", "rehearsal", "output", "prompts", "features")
-        } | {
-            "gamma": run.gamma, "attention": run.attention, "layers": config.num_hidden_layers,
-            "block_size": config.block_size, "taps": config.target_layer_ids,
-        },
-        "environment": environment(),
-        "result": {
-            "steps": trainer.state.global_step, "best_step": int(best.name.rsplit("-", 1)[1]), "epochs": trainer.state.epoch,
-            "seconds": round(trainer.total("seconds")), "anchors": trainer.total("anchors"),
-            "evaluation": {
-                "prompts": len(trainer.eval_rows), "max_new_tokens": options.eval_new_tokens,
-                "acceptance_by_slot": [v for name, v in figures.items() if name.startswith("acceptance_slot_")],
-                **{name: v for name, v in figures.items() if not name.startswith("acceptance_slot_")},
-            } if options.eval_prompts else None,
-        },
-    }  # fmt: skip
 
 
 def check_ids(rows: list[dict], vocab_rows: int):
@@ -491,11 +460,6 @@ def warm_drafter(options: TrainOptions) -> DFlashDraftModel:
     drafter = DFlashDraftModel(config)
     drafter.load_state_dict({name: tensor.whole() for name, tensor in found.match.drafter.items()})
     return drafter
-
-
-def longest_trained(drafter: str) -> int:
-    """Tokens of the longest text that a drafter's record says it was trained on; 0 where it does not say."""
-    return ((read_record(drafter) or {}).get("data") or {}).get("longest_row") or 0
 
 
 def long_context(

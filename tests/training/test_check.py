@@ -1,5 +1,6 @@
 """`dflash-hub check`, `train` and `align`: the faults that they must find, and the commands from end to end."""
 
+import dataclasses
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -331,6 +333,44 @@ TINY_RUN = (
     "--target target --responses a.jsonl --validation 2 --eval-prompts 1 --eval-new-tokens 6 --evaluations 1 --max-steps 1 "
     "--batch-size 2 --num-anchors 4"
 ).split()
+
+
+def tiny_options(**fields):
+    from dflash_hub.training.options import TrainOptions
+
+    return TrainOptions(
+        "target", ["a.jsonl"], "run", layers=1, block_size=4, validation=2, eval_prompts=1, eval_new_tokens=6, evaluations=1,
+        max_steps=1, batch_size=2, num_anchors=4, **fields,
+    )  # fmt: skip
+
+
+def test_trained_weights_are_saved_before_what_can_fail_and_templates_may_be_several(tiny_pair):
+    from dflash_hub.training.train import begin, finish, plan_run
+
+    templates = {"default": TEMPLATE, "tool_use": TEMPLATE + "w1"}
+    tiny_tokenizer(90, template=templates).save_pretrained("target")
+    run = plan_run(tiny_options())
+    trainer = begin(run, False)
+    trainer.train()
+    with pytest.raises(AttributeError, match="chat_template"):
+        finish(dataclasses.replace(run, tokenizer=object()), trainer, "the command")
+    saved = DFlashDraftModel.from_pretrained("run/drafter")
+    assert (
+        saved.config.target_name_or_path == "target" and not (tiny_pair / "run/drafter/training_record.json").exists()
+    )
+    finish(run, trainer, "the command")
+    record = json.loads((tiny_pair / "run/drafter/training_record.json").read_text())
+    assert record["data"]["chat_template_sha256"] == template_fingerprint(tiny_tokenizer(90, template=templates))
+
+
+def test_a_run_that_cannot_be_recorded_does_not_begin(tiny_pair):
+    from dflash_hub.training.train import train
+
+    with pytest.raises(
+        ValueError, match="the record of this run could not be written at its end: .* not JSON serializable"
+    ):
+        train(tiny_options(arguments={"run_name": Path("a")}), "the command")
+    assert not (tiny_pair / "run").exists()
 
 
 def test_a_runs_own_options_can_be_passed_back_and_its_drafter_in_any_layout(tiny_pair, monkeypatch):
