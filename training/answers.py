@@ -180,10 +180,10 @@ def regenerate(
     drop_cut_line(output / "answers.jsonl")
     kept = read_answers(output / "answers.jsonl")
     answers = {(row["id"], row["turn"]): row["answer_ids"] for row in kept}
-    answered = {(row["id"], row["turn"]): row.get("messages_sha256") for row in kept}
+    turns = {row["id"]: turns_of(row["messages"]) for row in prompts}
+    check_same_prompts(output, kept, prompts, turns)
     failures = list(left_out)
     rows = list(prompts)
-    turns = {row["id"]: turns_of(row["messages"]) for row in rows}
     random.Random(seed).shuffle(rows)  # so that an interrupted run holds a fair sample
 
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "[{task.fields[speed]:.0f} tokens/s]",
@@ -193,35 +193,7 @@ def regenerate(
         Progress(*[TextColumn(c) if isinstance(c, str) else c for c in columns]) as bar,
     ):
         for turn in range(max(map(len, turns.values()))):
-            due = []
-            for row in rows:
-                key, before = (row["id"], turn), turns[row["id"]][:turn]
-                if turn >= len(turns[row["id"]]):
-                    continue
-                earlier = [None if kept.kept else (row["id"], t) for t, kept in enumerate(before)]
-                if key in answers:
-                    if answered[key] not in (None, messages_digest(row, turn)):
-                        raise ValueError(
-                            f"{output} holds an answer to another prompt with the id {row['id']!r}; pass another --output, or "
-                            "give the prompts ids of their own."
-                        )
-                    continue
-                if not all(k is None or k in answers for k in earlier):
-                    failures.append({"id": row["id"], "turn": turn, "reason": "an earlier turn has no answer"})
-                    continue
-                try:
-                    history = [None if k is None else answers[k] for k in earlier]
-                    prompt_ids = encode(tokenizer, row, history, thinking)
-                except Exception as error:  # templates raise what they like; the row is listed and the others go on
-                    failures.append({"id": row["id"], "turn": turn, "reason": f"{type(error).__name__}: {error}"})
-                    continue
-                if len(prompt_ids) > max_prompt_tokens:
-                    failures.append(
-                        {"id": row["id"], "turn": turn, "reason": f"{len(prompt_ids)} prompt tokens, over the limit of "
-                         f"{max_prompt_tokens}"}
-                    )  # fmt: skip
-                    continue
-                due.append((row, prompt_ids))
+            due = due_prompts(rows, turns, turn, answers, tokenizer, thinking, max_prompt_tokens, failures)
             task = bar.add_task(f"turn {turn + 1}", total=len(due), speed=0.0)
             tokens = 0
             for batch in batches_by_length(due, source.batch_size):
@@ -244,6 +216,52 @@ def regenerate(
     return {
         "answers": len(answers), "answer_tokens": sum(len(ids) for ids in answers.values()), "failures": len(failures)
     }  # fmt: skip
+
+
+def check_same_prompts(output: Path, kept: list[dict], prompts: list[dict], turns: dict[str, list]):
+    """Refuse a folder that holds an answer to another prompt under the id of one of these.
+
+    Raises:
+        ValueError: names the id.
+    """
+    by_id = {row["id"]: row for row in prompts}
+    for row in kept:
+        if row["turn"] >= len(turns.get(row["id"], [])):
+            continue
+        if row.get("messages_sha256") not in (None, messages_digest(by_id[row["id"]], row["turn"])):
+            raise ValueError(
+                f"{output} holds an answer to another prompt with the id {row['id']!r}; pass another --output, or "
+                "give the prompts ids of their own."
+            )
+
+
+def due_prompts(
+    rows: list[dict], turns: dict[str, list], turn: int, answers: dict, tokenizer, thinking: bool | None,
+    max_prompt_tokens: int, failures: list[dict],
+) -> list[tuple[dict, list[int]]]:  # fmt: skip
+    """List the prompts without an answer to this turn, each with its token ids; what cannot be asked is added to `failures`."""
+    due = []
+    for row in rows:
+        if turn >= len(turns[row["id"]]) or (row["id"], turn) in answers:
+            continue
+        earlier = [None if before.kept else (row["id"], t) for t, before in enumerate(turns[row["id"]][:turn])]
+        if not all(key is None or key in answers for key in earlier):
+            failures.append({"id": row["id"], "turn": turn, "reason": "an earlier turn has no answer"})
+            continue
+        try:
+            history = [None if key is None else answers[key] for key in earlier]
+            prompt_ids = encode(tokenizer, row, history, thinking)
+        except Exception as error:  # templates raise what they like; the row is listed and the others go on
+            failures.append({"id": row["id"], "turn": turn, "reason": f"{type(error).__name__}: {error}"})
+            continue
+        if len(prompt_ids) > max_prompt_tokens:
+            failures.append(
+                {"id": row["id"], "turn": turn, "reason": f"{len(prompt_ids)} prompt tokens, over the limit of "
+                 f"{max_prompt_tokens}"}
+            )  # fmt: skip
+            continue
+        due.append((row, prompt_ids))
+    return due
 
 
 def messages_digest(row: dict, turn: int) -> str:
