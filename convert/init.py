@@ -18,7 +18,8 @@ from transformers import (
 from transformers.utils import cached_file
 
 from ..common.files import in_a_line, new_folder
-from ..configuration_dflash import FULL, SLIDING, STATIC_ROPE_TYPES, DFlashConfig, spread_target_layer_ids
+from ..configuration_checks import FULL, SLIDING, STATIC_ROPE_TYPES
+from ..configuration_dflash import DFlashConfig, spread_target_layer_ids
 from ..modeling_dflash import DFlashDraftModel
 from ..target_model import embedding_rows, embedding_width
 from .checkpoint import read_index, tensors_of

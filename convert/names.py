@@ -48,9 +48,9 @@ UNSUPPORTED_TENSORS = {
     "d2t": "a reduced draft vocabulary",
     "t2d": "a reduced draft vocabulary",
     "fc.bias": "a bias on the context projection",
-    "weight_scale": "quantised weights",
-    "input_scale": "quantised weights",
-    "qweight": "quantised weights",
+    "weight_scale": "quantized weights",
+    "input_scale": "quantized weights",
+    "qweight": "quantized weights",
     "embed_norm": "a norm on the embeddings",
     "midlayer": "a layer of EAGLE",
 }

@@ -4,7 +4,8 @@ Its drafters may carry copies of the target's embedding and head. Those are the 
 them, export writes them from the target's files.
 """
 
-from ..configuration_dflash import FULL, SLIDING, DFlashConfig, read_config_dict
+from ..configuration_checks import FULL, SLIDING
+from ..configuration_dflash import DFlashConfig, read_config_dict
 from .zlab import NOT_CARRIED as ZLAB_NOT_CARRIED
 from .zlab import decoder_config, scales
 

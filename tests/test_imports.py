@@ -20,12 +20,12 @@ ALLOWED = {
     "experiments": {*ROOMS} - {"cli"},
 }
 # Hub files in layers: a file imports from its own layer and those before it.
-LAYERS = ("configuration_dflash", "hub_files"), "target_", "drafter_", "decode_", "generation_dflash", "modeling_dflash"
+LAYERS = ("configuration_", "hub_files"), "target_", "drafter_", "decode_", "generation_dflash", "modeling_dflash"
 
 
 def layer_of(module: str) -> int:
     for number, names in enumerate(LAYERS):
-        if module in names if isinstance(names, tuple) else module.startswith(names):
+        if module.startswith(names):
             return number
     raise AssertionError(f"{module}.py is in the root and belongs to no layer of Hub files {LAYERS}")
 

@@ -33,7 +33,8 @@ from ..common.files import complete_lines, in_a_line, new_folder, one_writer, re
 from ..common.identity import differences, has_thinking_modes, identify, same_target, template_fingerprint
 from ..common.loading import load_target
 from ..common.prompts import read_prompts
-from ..configuration_dflash import FULL, SLIDING, DFlashConfig
+from ..configuration_checks import FULL, SLIDING
+from ..configuration_dflash import DFlashConfig
 from ..convert.card import RECORD, write_card
 from ..convert.init import init_drafter, recorded_name
 from ..convert.reading import check_borrowed, read_drafter

@@ -209,7 +209,7 @@ def refused_objects(target):
             zlab_object(mask_token_id=None, dflash_config={"target_layer_ids": [0, 1, 2]}),
             "mask_token_id",
         ),
-        "quantized": (zlab_object(quantization_config={"bits": 4}), "quantised weights"),
+        "quantized": (zlab_object(quantization_config={"bits": 4}), "quantized weights"),
         "mixed": (mixed, r"more than one dtype \(torch.bfloat16, torch.float32\)"),
         "offloaded": (offloaded, "offloaded"),
         "not finite": (not_finite, "fc.weight"),

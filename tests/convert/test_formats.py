@@ -459,7 +459,7 @@ def test_copies_of_another_target_are_refused(tmp_path, target_folder):
         ("t2d", (97,), "t2d is a reduced draft vocabulary"),
         ("embed_proj.weight", (8, 32), "Domino's GRU head"),
         ("logit_head.weight", (8, 32), "an older Domino or DSpark head"),
-        ("layers.0.mlp.up_proj.weight_scale", (1,), "quantised weights"),
+        ("layers.0.mlp.up_proj.weight_scale", (1,), "quantized weights"),
         ("midlayer.mlp.up_proj.weight", (8, 32), "a layer of EAGLE"),
         ("fc.bias", (32,), "a bias on the context projection"),
         ("something.weight", (2,), "unexpected: something.weight"),
@@ -478,7 +478,7 @@ def test_parts_of_other_networks_are_refused_by_name(name, shape, part, tmp_path
     ("change", "sentence"),
     (
         (lambda c: c.update(is_neox_style=False), "interleaved rotary embeddings"),
-        (lambda c: c.update(quantization_config={"quant_algo": "FP8"}), "quantised weights"),
+        (lambda c: c.update(quantization_config={"quant_algo": "FP8"}), "quantized weights"),
         (lambda c: c.update(partial_rotary_factor=0.5), "partial rotary"),
         (lambda c: c["dflash_config"].update(attention_value_scale=0.612), "a scale on attention values"),
         (lambda c: c.update(use_gemma_norm=True), "multiply by 1"),

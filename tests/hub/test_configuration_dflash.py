@@ -263,13 +263,13 @@ def test_layers_are_full_where_a_switch_says_that_none_slides():
     assert DFlashConfig.from_dict(source).layer_types == [FULL] * 5
 
 
-def test_taps_are_spread_by_the_papers_rule():
+def test_target_layers_are_spread_by_the_papers_rule():
     """Pitfall 60; for a fresh drafter. A file must state its own: the rule is wrong for half of those above."""
     assert spread_target_layer_ids(36, 5) == [1, 9, 17, 25, 33]
     assert spread_target_layer_ids(30, 5) == [1, 8, 14, 20, 27]
     assert spread_target_layer_ids(32, 5) == [1, 8, 15, 22, 29]
     assert spread_target_layer_ids(36, 1) == [18]
-    with pytest.raises(ValueError, match="6 layers is too shallow for 5 taps"):
+    with pytest.raises(ValueError, match="6 layers is too shallow for 5 target layers"):
         spread_target_layer_ids(6, 5)
     by_rule = [
         name for name, source in READ.items()

@@ -14,7 +14,7 @@ import torch
 from dflash_hub import DFlashDraftModel
 from dflash_hub.common.chat import encode
 from dflash_hub.common.identity import identify
-from dflash_hub.configuration_dflash import FULL, SLIDING
+from dflash_hub.configuration_checks import FULL, SLIDING
 from dflash_hub.drafter_candidates import DFlashProposer
 from dflash_hub.drafter_heads import TargetHead
 from dflash_hub.target_model import raw_embeddings, tap_request, tapped

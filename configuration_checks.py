@@ -1,0 +1,111 @@
+"""Checks of a drafter's configuration, shared by `DFlashConfig` and the readers of other spellings."""
+
+import math
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# RoPE whose frequencies do not depend on the length of a forward pass: keys in the KV cache stay valid for good.
+# By type, what it must state: transformers fills some of it in silently.
+STATIC_ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+# Parts of other methods and of other producers. A drafter that has one is another network: loading it as plain DFlash
+# would run, and draft badly. Each is refused by name while its value is set.
+UNSUPPORTED_PARTS = {
+    "add_swa_attention_sink_bias": "attention sinks",
+    "attention_sink_bias": "attention sinks",
+    "attention_value_scale": "a scale on attention values",
+    "conv_group_size": "the convolutions of DFlash 2",
+    "conv_kernel_size": "the convolutions of DFlash 2",
+    "selector_rank": "the path selector of DFlash 2",
+    "selector_top_k": "the path selector of DFlash 2",
+    "projector_type": "a Domino or DSpark head",
+    "gru_hidden_dim": "Domino's GRU head",
+    "markov_rank": "DSpark's Markov head",
+    "enable_confidence_head": "DSpark's confidence head",
+    "pure_draft_prefix_len": "Domino's shifted labels",
+    "shift_label": "shifted labels (position 0 predicts a token)",
+    "sample_from_anchor": "a prediction at position 0 (sample from anchor)",
+    "draft_vocab_size": "a reduced draft vocabulary",
+    "mask_embedding": "a learned mask embedding",
+}
+# What every producer states, and no tensor's shape gives away: with another value a drafter loads, and drafts worse.
+UNSEEN = ("hidden_act", "rms_norm_eps")
+SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+GUESSING = "Guessing it would load, and draft badly."
+
+
+def require_stated(config: dict, names):
+    """Raise ValueError for fields that a config does not state."""
+    missing = [name for name in names if config.get(name) is None]
+    require(not missing, f"the drafter's config does not state {missing}. {GUESSING}")
+
+
+def refuse_unsupported_parts(config: dict, vocab_size: int | None):
+    """Raise ValueError for a part of another method, by name."""
+    for name, part in UNSUPPORTED_PARTS.items():
+        value = config.get(name)
+        if value and not (name == "draft_vocab_size" and value == vocab_size):
+            raise ValueError(
+                f"DFlashConfig: `{name}` is {value!r}: this drafter has {part}, which is not supported. Loading it "
+                "without that part would run, and draft badly."
+            )
+
+
+def checked_rope(rope) -> dict:
+    """Return RoPE parameters with their type filled in.
+
+    Raises:
+        ValueError: the base is not stated, or the type is dynamic or lacks what it needs.
+    """
+    require(
+        isinstance(rope, dict) and rope.get("rope_theta") is not None,
+        f"`rope_parameters` must state the RoPE base as `rope_theta`, got {rope!r}.",
+    )
+    rope = dict(rope)
+    if "type" in rope:  # the name of `rope_type` before transformers 4.43
+        older = rope.pop("type")
+        require(rope.setdefault("rope_type", older) == older, f"`rope_parameters` states two types: {rope}, {older!r}.")
+    require(
+        "rope_type" in rope or set(rope) <= {"rope_theta", "partial_rotary_factor"},
+        f"`rope_parameters` scales RoPE but has no `rope_type`: {rope}.",
+    )
+    rope_type = rope.setdefault("rope_type", "default")
+    require(
+        rope_type in STATIC_ROPE_TYPES,
+        f"`rope_parameters` has rope_type {rope_type!r}; a drafter needs a static one, of {list(STATIC_ROPE_TYPES)}.",
+    )
+    for name in ("rope_theta", *STATIC_ROPE_TYPES[rope_type]):
+        positive_number(rope.get(name), f"`{name}` of `rope_parameters` ({rope_type})")
+    partial = rope.pop("partial_rotary_factor", None)
+    require(
+        partial in (None, 1.0), f"`partial_rotary_factor` is {partial}; partial rotary embeddings are not supported."
+    )
+    return rope
+
+
+def is_int(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def positive_number(value, what: str):
+    require(is_number(value) and value > 0, f"{what} must be a positive number, got {value!r}.")
+
+
+def positive(value, name: str) -> int:
+    require(is_int(value) and value > 0, f"`{name}` must be a positive integer, got {value!r}.")
+    return value
+
+
+def require(condition: bool, message: str):
+    """Raise ValueError with the message unless the condition holds."""
+    if not condition:
+        raise ValueError(f"DFlashConfig: {message}")
