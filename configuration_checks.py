@@ -19,10 +19,6 @@ UNSUPPORTED_PARTS = {
     "add_swa_attention_sink_bias": "attention sinks",
     "attention_sink_bias": "attention sinks",
     "attention_value_scale": "a scale on attention values",
-    "conv_group_size": "the convolutions of DFlash 2",
-    "conv_kernel_size": "the convolutions of DFlash 2",
-    "selector_rank": "the path selector of DFlash 2",
-    "selector_top_k": "the path selector of DFlash 2",
     "projector_type": "a Domino or DSpark head",
     "gru_hidden_dim": "Domino's GRU head",
     "markov_rank": "DSpark's Markov head",
@@ -36,6 +32,9 @@ UNSUPPORTED_PARTS = {
 # What every producer states, and no tensor's shape gives away: with another value a drafter loads, and drafts worse.
 UNSEEN = ("hidden_act", "rms_norm_eps")
 SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+# DFlash 2's parts: each has two numbers, and both or neither are stated.
+CONVOLUTION, SELECTOR = ("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")
+PARTS = (*CONVOLUTION, *SELECTOR)
 GUESSING = "Guessing it would load, and draft badly."
 
 

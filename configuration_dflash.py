@@ -10,9 +10,11 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from .configuration_checks import (
+    CONVOLUTION,
     FULL,
     GUESSING,
     SCALES,
+    SELECTOR,
     SLIDING,
     UNSEEN,
     checked_rope,
@@ -52,6 +54,10 @@ class DFlashConfig(PreTrainedConfig):
         num_target_layers: decoder layers of the target.
         input_embedding_scale, output_multiplier, final_logit_softcapping: what z-lab's package makes of them: a factor
             on the block's raw embeddings, a factor on the draft logits, and `c * tanh(logits / c)` after it.
+        conv_kernel_size, conv_group_size: of DFlash 2's convolutions along the block: taps, and channels that share a kernel
+            made from the input; None without them.
+        selector_rank, selector_top_k: of DFlash 2's selector of paths: width of its codebooks, and candidates of a position;
+            None without it.
         num_draft_tokens: draft tokens per round unless `generate` is told otherwise: a number up to `block_size - 1`, or
             "auto" (the default), the adaptive draft length.
         target_name_or_path, target_revision: the model that the drafter was made for.
@@ -92,6 +98,10 @@ class DFlashConfig(PreTrainedConfig):
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
+    conv_kernel_size: int | None = None
+    conv_group_size: int | None = None
+    selector_rank: int | None = None
+    selector_top_k: int | None = None
     num_draft_tokens: int | str | None = None
     target_name_or_path: str | None = None
     target_revision: str | None = None
@@ -129,6 +139,7 @@ class DFlashConfig(PreTrainedConfig):
         self._check_block()
         self._check_target_layers()
         self._check_layers()
+        self._check_parts()
 
     def _check_names(self):
         require(
@@ -235,6 +246,25 @@ class DFlashConfig(PreTrainedConfig):
                 is_int(self.sliding_window) and self.sliding_window >= 2,
                 f"a sliding layer needs a `sliding_window` of at least 2, got {self.sliding_window!r}.",
             )
+
+    def _check_parts(self):
+        for names in (CONVOLUTION, SELECTOR):
+            values = [getattr(self, name) for name in names]
+            require(
+                None not in values or values == [None, None],
+                f"`{names[0]}` and `{names[1]}` belong together: both numbers, or both None; got {values}.",
+            )
+            for name, value in zip(names, values):
+                if value is not None:
+                    positive(value, name)
+        require(
+            self.conv_group_size is None or self.hidden_size % self.conv_group_size == 0,
+            f"`conv_group_size` ({self.conv_group_size}) must divide `hidden_size` ({self.hidden_size}).",
+        )
+        require(
+            self.selector_top_k is None or self.selector_top_k <= self.vocab_size,
+            f"`selector_top_k` ({self.selector_top_k}) must not exceed `vocab_size` ({self.vocab_size}).",
+        )
 
     @property
     def windows(self) -> list[int | None]:

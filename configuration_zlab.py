@@ -7,6 +7,7 @@ in-block causality in several forms. SpecForge and Model-Optimizer write it too.
 from .configuration_checks import (
     FULL,
     GUESSING,
+    PARTS,
     SCALES,
     SLIDING,
     UNSEEN,
@@ -29,8 +30,10 @@ UNSUPPORTED_SWITCHES = {
     "has_own_lm_head": (False, "an LM head of its own"),
     "quantization_config": (None, "quantized weights"),
 }
-# The class names under which stacks save a plain DFlash drafter.
-ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel", "DFlashLagunaForCausalLM")
+# The class names under which stacks save a drafter of DFlash or DFlash 2; what it has is stated field by field.
+ARCHITECTURES = (
+    "DFlashDraftModel", "Qwen3DFlashDraftModel", "DFlashLagunaForCausalLM", "DFlash2DraftModel", "Qwen3DFlash2DraftModel",
+)  # fmt: skip
 
 
 class ZlabReader:
@@ -43,7 +46,7 @@ class ZlabReader:
 
     NESTED_NAMES = {
         "block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "use_swa", "swa_window_size", "causal",
-        "causal_head", "input_embedding_scale", "output_multiplier", "final_logit_softcapping",
+        "causal_head", "input_embedding_scale", "output_multiplier", "final_logit_softcapping", *PARTS,
     }  # fmt: skip
 
     def __init__(self, config: dict, fields: tuple[str, ...]):
@@ -87,7 +90,7 @@ class ZlabReader:
                 value is not None, f"`{name}` is stated neither at the top level nor in `dflash_config`. {GUESSING}"
             )
             read[name] = value
-        for name in SCALES:
+        for name in (*SCALES, *PARTS):
             value = self.one(name, self.top.get(name), self.nested.get(name))
             if value is not None:
                 read[name] = value

@@ -4,16 +4,21 @@ It is a Qwen3-style decoder without embedding and head; both are the target's. I
 from two sources: the target's hidden features of the accepted text (the context) and the block itself. Queries come
 from the block only, so a pass costs the block's length, whatever the length of the text.
 
+DFlash 2 adds two parts, each optional: a convolution along the block around every attention and every MLP, here, and a
+selector that chooses a path among candidates (`drafter_heads.py`).
+
 Legend of shapes: B batch, C new context tokens, K block tokens, P context tokens in the cache, S = P + C + K keys,
-H hidden, T tapped layers, D head size, W window.
+H hidden, T tapped layers, D head size, W window, N blocks side by side, G groups of channels.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
+from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -29,6 +34,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_dflash import DFlashConfig
 from .drafter_candidates import DFlashProposer
+from .drafter_heads import CandidateSelector
 from .drafter_masks import backend_mask, block_mask, is_flash
 from .generation_dflash import assisted_generate, install_generate_hook
 from .hub_files import check_finite, write_hub_files
@@ -141,6 +147,37 @@ class DFlashAttention(nn.Module):
         return self.o_proj(output.reshape(batch, block_length, -1)), weights
 
 
+class BlockConvolution(nn.Module):
+    """Convolves along the block, before and after a sublayer (DFlash 2): a position reads those right before it.
+
+    out[t, c] = sum over taps o of (base[o, c] + step[t, o, c // group_size]) * x[t - o, c], and x[-1] = 0. What each position
+    adds to the kernel, before and after, is made from the sublayer's normed input.
+    """
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        self.taps, self.block_size = config.conv_kernel_size, config.block_size
+        self.group_size, self.groups = config.conv_group_size, config.hidden_size // config.conv_group_size
+        self.base_kernel = nn.Parameter(torch.empty(2, self.taps, config.hidden_size))  # before and after
+        self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * self.groups, bias=False)
+
+    def steps(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what positions (B, N * K, H) add to the kernels before and after, each (B, N * K, taps, G)."""
+        return self.kernel_projection(hidden_states).unflatten(-1, (2, self.taps, self.groups)).unbind(dim=2)
+
+    def forward(self, hidden_states: torch.Tensor, side: int, steps: torch.Tensor) -> torch.Tensor:
+        """Convolve (B, N * K, H), each block for itself; `side` is 0 before the sublayer and 1 after it."""
+        blocks = hidden_states.unflatten(1, (-1, self.block_size))  # (B, N, K, H)
+        base = self.base_kernel[side].unflatten(-1, (self.groups, self.group_size))  # (taps, G, group)
+        convolved = 0
+        for tap in range(self.taps):
+            # The anchor has no position before it: zeros enter there.
+            moved = F.pad(blocks, (0, 0, tap, 0))[:, :, : self.block_size]
+            kernel = base[tap] + steps[:, :, tap, :, None]  # (B, N * K, G, group)
+            convolved = convolved + kernel.flatten(-2) * moved.flatten(1, 2)
+        return convolved
+
+
 class DFlashDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: DFlashConfig, layer_idx: int):
         super().__init__()
@@ -148,15 +185,27 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = DFlashRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = DFlashRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        convolved = config.conv_kernel_size is not None
+        self.attention_conv = BlockConvolution(config) if convolved else None
+        self.mlp_conv = BlockConvolution(config) if convolved else None
 
     # The context is positional: gradient checkpointing tracks gradients of positional arguments only.
     def forward(self, hidden_states, context, position_embeddings, attention_mask=None, cache=None) -> torch.Tensor:
         # The context passes no norm here: it was normed once, by `hidden_norm`, for all layers.
-        attended, _ = self.self_attn(
-            self.input_layernorm(hidden_states), context, position_embeddings, attention_mask, cache
-        )
+        def attend(states):
+            return self.self_attn(states, context, position_embeddings, attention_mask, cache)[0]
+
+        attended = self._convolved(self.attention_conv, attend, self.input_layernorm(hidden_states))
         hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states + self._convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden_states))
+
+    @staticmethod
+    def _convolved(convolution: BlockConvolution | None, sublayer, states: torch.Tensor) -> torch.Tensor:
+        """Run a sublayer between the two convolutions, where there are any."""
+        if convolution is None:
+            return sublayer(states)
+        before, after = convolution.steps(states)
+        return convolution(sublayer(convolution(states, 0, before)), 1, after)
 
 
 class DFlashPreTrainedModel(PreTrainedModel):
@@ -171,17 +220,33 @@ class DFlashPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_record_outputs = {"hidden_states": DFlashDecoderLayer, "attentions": DFlashAttention}
 
+    @torch.no_grad()
+    def _init_weights(self, module):
+        # A fresh part changes nothing: the drafter starts as its twin without it. Of the selector's two factors only one is
+        # zero, or neither would ever get a gradient.
+        super()._init_weights(module)
+        if isinstance(module, BlockConvolution):
+            identity = torch.zeros_like(module.base_kernel)
+            identity[:, 0] = 1.0
+            init.copy_(module.base_kernel, identity)
+            init.zeros_(module.kernel_projection.weight)
+        elif isinstance(module, CandidateSelector):
+            init.normal_(module.predecessor_codebook, std=self.config.initializer_range)
+            init.zeros_(module.successor_codebook)
+
 
 class DFlashDraftModel(DFlashPreTrainedModel):
     """The drafter. `target.generate(..., assistant_model=drafter)` is all that a user needs of it."""
 
     def __init__(self, config: DFlashConfig):
         super().__init__(config)
-        # The fixed layout of DFlash checkpoints: fc, hidden_norm, layers, norm; no embedding and no head.
+        # The fixed layout of DFlash checkpoints: fc, hidden_norm, layers, norm; no embedding and no head. DFlash 2's parts have
+        # the names of z-lab's releases.
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = DFlashRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList([DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = DFlashRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.candidate_selector = CandidateSelector(config) if config.selector_rank is not None else None
         self.rotary_emb = DFlashRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.last_speculation = None  # statistics of the last finished call of generate
@@ -247,6 +312,11 @@ class DFlashDraftModel(DFlashPreTrainedModel):
                 f"`context_hidden_states` must be (batch, new, {taps} taps * {hidden}), got "
                 f"{tuple(context_hidden_states.shape)}."
             )
+        if noise_embeds.shape[1] % self.config.block_size:
+            raise ValueError(
+                f"a block has `block_size` {self.config.block_size} tokens, but `noise_embeds` has {noise_embeds.shape[1]}, which "
+                "are no whole blocks."
+            )
         if noise_embeds.shape[0] != context_hidden_states.shape[0]:
             raise ValueError(
                 f"`noise_embeds` has batch size {noise_embeds.shape[0]}, `context_hidden_states` "
@@ -306,8 +376,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         if faults:
             raise ValueError(
                 f"the weights in {str(pretrained_model_name_or_path)!r} are not those of this drafter ({'; '.join(faults)}). "
-                f"Expected exactly fc, hidden_norm, norm and {model.config.num_hidden_layers} layers with Qwen3's names "
-                "and the shapes that config.json states."
+                f"Expected exactly fc, hidden_norm, norm and {model.config.num_hidden_layers} layers with Qwen3's names, the parts "
+                "of DFlash 2 that config.json states, and the shapes that it states."
             )
         return (model, info) if output_loading_info else model
 

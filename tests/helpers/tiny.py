@@ -16,6 +16,9 @@ VOCAB = 97
 LAYERS = 4
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral")
 DRAFTERS = ("random", "half-right", "oracle")
+# DFlash 2's parts, at the size of a tiny drafter.
+CONVOLUTION = {"conv_kernel_size": 2, "conv_group_size": 8}
+SELECTOR = {"selector_rank": 4, "selector_top_k": 6}
 
 
 def tiny_target(family: str, seed: int = 0, **overrides):
@@ -72,6 +75,8 @@ def tiny_drafter(seed: int = 1, dtype=torch.float32, **overrides) -> DFlashDraft
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)
+            elif "_conv." in name or name.startswith("candidate_selector."):  # fresh ones change nothing
+                parameter.normal_(std=0.3 if "_conv." in name else 1.0)
     return model.to(dtype)
 
 
