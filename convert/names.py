@@ -28,6 +28,17 @@ TRAINING_ONLY = ("verifier_norm.weight", "verifier_lm_head.weight")
 # The target's own tensors, which a drafter borrows: compared with the target's, and not kept.
 BORROWED = ("embed_tokens.weight", "lm_head.weight")
 ROPE_TABLE = "rotary_emb.inv_freq"
+# Names that some writer gives to one of ours: a bare module of z-lab's keeps its codebooks in embeddings.
+ALIASES = {
+    f"candidate_selector.{name}.weight": f"candidate_selector.{name}"
+    for name in ("predecessor_codebook", "successor_codebook")
+}
+# Parts that a drafter has where its config states them.
+STATED_PARTS = {
+    "attention_conv": "the convolutions of DFlash 2, but the config states no `conv_kernel_size`",
+    "mlp_conv": "the convolutions of DFlash 2, but the config states no `conv_kernel_size`",
+    "candidate_selector": "the path selector of DFlash 2, but the config states no `selector_rank`",
+}
 
 # Tensors that belong to another network, by a part of their name.
 UNSUPPORTED_TENSORS = {
@@ -35,9 +46,6 @@ UNSUPPORTED_TENSORS = {
     ".sinks": "attention sinks",
     "mask_embedding": "a learned mask embedding",
     "mask_hidden": "a learned mask embedding",
-    "attention_conv": "the convolutions of DFlash 2",
-    "mlp_conv": "the convolutions of DFlash 2",
-    "candidate_selector": "the path selector of DFlash 2",
     "prefix_gru": "Domino's GRU head",
     "embed_proj": "Domino's GRU head",
     "logit_head": "an older Domino or DSpark head",
@@ -92,7 +100,7 @@ def match(
     found, borrowed, lines, faults = {}, {}, [], []
     for full_name, tensor in sorted(tensors.items()):
         name = _without_prefixes(full_name)
-        name = ours_of.get(name, name)
+        name = ours_of.get(name, ALIASES.get(name, name))
         parts = {name: tensor}
         for fused, names in FUSED.items():
             if f".{fused}." in name:
@@ -101,8 +109,7 @@ def match(
         if name in TRAINING_ONLY:
             lines.append((full_name, "dropped: only training uses it"))
         elif not (rope_table or name in BORROWED or set(parts) <= set(expected)):
-            part = next((part for piece, part in UNSUPPORTED_TENSORS.items() if piece in name), None)
-            faults.append(f"{full_name} is {part}, which is not supported" if part else f"unexpected: {full_name}")
+            faults.append(_fault(full_name, name))
         elif tensor.dtype is None:
             faults.append(f"{full_name} is {tensor.code}; expected one of {', '.join(DTYPES)}")
             found |= parts
@@ -131,6 +138,15 @@ def match(
             f"{config.num_hidden_layers} layers with Qwen3's names and the shapes that its config states."
         )
     return Match({name: found[name] for name in expected}, borrowed, lines)
+
+
+def _fault(full_name: str, name: str) -> str:
+    """Say what a tensor is that has no place in a drafter."""
+    for piece, part in STATED_PARTS.items():
+        if piece in name:
+            return f"{full_name} is of {part}"
+    part = next((part for piece, part in UNSUPPORTED_TENSORS.items() if piece in name), None)
+    return f"{full_name} is {part}, which is not supported" if part else f"unexpected: {full_name}"
 
 
 def renamed(layout: str, tensors: dict[str, Stored | InMemory]) -> dict[str, Stored | InMemory]:

@@ -191,12 +191,11 @@ def refused_objects(target):
     unknown = torch.nn.Linear(2, 2)
     unknown.config = bare
     return {
-        "selector": (
-            zlab_object(foreign_drafters.DFlash2DraftModel, selector_rank=4, architectures=["DFlash2DraftModel"]),
-            "DFlash2DraftModel",
+        "half a selector": (zlab_object(selector_rank=4), "`selector_rank` and `selector_top_k` belong together"),
+        "selector, by tensor": (
+            zlab_object(foreign_drafters.DFlash2DraftModel),
+            "the path selector of DFlash 2, but the config states no `selector_rank`",
         ),
-        "selector, unnamed": (zlab_object(foreign_drafters.DFlash2DraftModel, selector_rank=4), "`selector_rank` is 4"),
-        "selector, by tensor": (zlab_object(foreign_drafters.DFlash2DraftModel), "the path selector of DFlash 2"),
         "Markov head": (zlab_object(markov_rank=4), "DSpark's Markov head"),
         "Markov head, by tensor": (zlab_object(foreign_drafters.MarkovDraftModel), "DSpark's Markov head"),
         "d2t": (speculators_object(target, draft_vocab_size=50), "a reduced draft vocabulary"),
