@@ -299,14 +299,18 @@ def iterate_answers(
     """
     lines = json_lines(path)
     for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except json.JSONDecodeError as error:
             if next(lines, None) is None:  # an interruption, or somebody who writes just now
                 break
-            row = None
-        if not isinstance(row, dict) or "id" not in row or not is_ids(row.get("answer_ids")):
-            raise ValueError(f"{path}, line {number}: expected a row with `id` and `answer_ids`, got {line[:80]!r}.")
+            around = line[max(0, error.pos - 40) : error.pos + 40]
+            raise ValueError(f"{path}, line {number}: expected a row of JSON, got {around!r} ({error.msg}).") from None
+        if not isinstance(row, dict) or "id" not in row or "answer_ids" not in row:
+            found = f"the fields {sorted(row)}" if isinstance(row, dict) else repr(line[:80])
+            raise ValueError(f"{path}, line {number}: expected a row with `id` and `answer_ids`, got {found}.")
         row["id"] = str(row["id"])
         row.setdefault("turn", 0)
         if "prompt_ids" not in row:
@@ -316,15 +320,19 @@ def iterate_answers(
                     "pass the file that it came from."
                 )
             row["prompt_ids"] = encode(tokenizer, prompts[row["id"]], [], thinking)
-        elif not is_ids(row["prompt_ids"]):
-            raise ValueError(
-                f"{path}, line {number}: `prompt_ids` must be token ids, got {str(row['prompt_ids'])[:80]!r}."
-            )
+        for name in ("prompt_ids", "answer_ids"):
+            # An empty response is one that is left out of training, and counted there.
+            if (wrong := not_ids(row[name])) and (name, row[name]) != ("answer_ids", []):
+                raise ValueError(f"{path}, line {number}: `{name}` must be token ids, got {wrong}.")
         yield row
 
 
-def is_ids(value) -> bool:
-    return isinstance(value, list) and len(value) > 0 and all(type(token) is int and token >= 0 for token in value)
+def not_ids(value) -> str | None:
+    """Say what keeps a value from being token ids, None where it is some."""
+    if not isinstance(value, list) or not value:
+        return repr(value)[:80]
+    odd = next((i for i, token in enumerate(value) if type(token) is not int or token < 0), None)
+    return None if odd is None else f"{repr(value[odd])[:80]} at place {odd}"
 
 
 def drop_cut_line(path: Path):

@@ -25,12 +25,13 @@ def usable_rows(rows: Iterable[dict], max_length: int) -> tuple[list[dict], dict
     Raises:
         ValueError: nothing is left.
     """
-    kept, dropped = [], {"answer shorter than two tokens": 0, f"prompt fills --max-length {max_length}": 0}
+    empty, short = "empty answer", "answer of one token"
+    kept, dropped = [], {empty: 0, short: 0, f"prompt fills --max-length {max_length}": 0}
     for row in rows:
         prompt, answer = row["prompt_ids"], row["answer_ids"]
         room = max_length - len(prompt)
-        if len(answer) < 2:
-            dropped["answer shorter than two tokens"] += 1
+        if len(answer) < 2:  # a block needs an anchor and a token after it
+            dropped[short if answer else empty] += 1
         elif room < 2:
             dropped[f"prompt fills --max-length {max_length}"] += 1
         else:

@@ -310,12 +310,27 @@ def test_lines_end_where_a_newline_is(tmp_path):
 
 
 @pytest.mark.parametrize("field", ["prompt_ids", "answer_ids"])
-@pytest.mark.parametrize("value", ["abc", [1, "2"], [-3], [1.0]])
-def test_answers_that_are_no_token_ids_are_named(tmp_path, field, value):
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [("abc", "'abc'"), ([1, "2"], "'2' at place 1"), ([-3], "-3 at place 0"), ([1.0], "1.0 at place 0")],
+)
+def test_answers_that_are_no_token_ids_are_named(tmp_path, field, value, shown):
     row = {"id": "a", "turn": 0, "prompt_ids": [1], "answer_ids": [2, 3]} | {field: value}
-    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match=rf"line 1: .*`{field}`"):
+    (tmp_path / "a.jsonl").write_text("\n" + json.dumps(row) + "\n" + json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=rf"a.jsonl, line 2: `{field}` must be token ids, got {shown}"):
         read_answers(tmp_path / "a.jsonl")
+
+
+def test_empty_answers_and_blank_lines_are_read_and_broken_lines_shown(tmp_path):
+    rows = [{"id": str(i), "turn": 0, "prompt_ids": [1], "answer_ids": ids} for i, ids in enumerate(([2, 3], []))]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\ufeff\n" + "\n\n".join(map(json.dumps, rows)) + "\n\n", encoding="utf-8")
+    assert read_answers(path) == rows  # the empty one is left out of training, and counted, see `usable_rows`
+    path.write_text(json.dumps(rows[0]) + '\n{"id": "b", "answer_ids": [4, 5, }\n' + json.dumps(rows[0]) + "\n")
+    with pytest.raises(
+        ValueError, match=r"a.jsonl, line 2: expected a row of JSON, got '.*\[4, 5, }' \(Expecting value\)"
+    ):
+        read_answers(path)
 
 
 def test_a_target_is_known_by_its_weights_and_its_rope():

@@ -328,10 +328,16 @@ def test_reduced_head_keeps_the_answers_tokens_and_draws_others():
 
 
 def test_rows_are_cut_dropped_and_split_by_prompt():
-    rows = [row_of(4, 10, 1), row_of(4, 1, 2), row_of(20, 5, 3), row_of(3, 4, 4) | {"turn": 1, "id": "row-1"}]
+    rows = [
+        row_of(4, 10, 1),
+        row_of(4, 1, 2),
+        row_of(4, 0, 5),
+        row_of(20, 5, 3),
+        row_of(3, 4, 4) | {"turn": 1, "id": "row-1"},
+    ]
     kept, dropped = usable_rows(rows, 10)
     assert [len(row["answer_ids"]) for row in kept] == [6, 4]
-    assert dropped == {"answer shorter than two tokens": 1, "prompt fills --max-length 10": 1}
+    assert dropped == {"empty answer": 1, "answer of one token": 1, "prompt fills --max-length 10": 1}
     with pytest.raises(ValueError, match="no row of the answers can be trained on"):
         usable_rows(rows[1:2], 10)
     rows = [row_of(3, 4, seed) for seed in range(8)] + [row_of(3, 4, 9) | {"id": "row-1", "turn": 1}]
