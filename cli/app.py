@@ -178,19 +178,29 @@ def import_(
 @app.command(epilog="\b\ndflash-hub export . drafter-for-vllm --to vllm")
 def export(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A drafter: repository or folder.")],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="Folder to write.")],
-    to: Annotated[str, typer.Option(help="zlab, vllm, sglang, speculators or transformers.")] = "zlab",
-    target: Annotated[str | None, typer.Option(help="Where speculators' copies of its tensors come from.")] = None,
+    destination: Annotated[str, typer.Argument(metavar="DST", help="Folder to write; of gguf a file.")],
+    to: Annotated[
+        str, typer.Option(help="zlab, vllm, sglang, speculators, transformers or gguf (llama.cpp).")
+    ] = "zlab",
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Where speculators' copies of its tensors come from, and gguf's tokenizer: also TARGET.gguf."
+        ),
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Revision of SRC.")] = None,
     yarn: Annotated[float | None, typer.Option(help="Scale RoPE by this factor, with YaRN.")] = None,
     context_length: Annotated[int | None, typer.Option(help="Positions to state.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of gguf: float32, float16, bfloat16 or q8_0. Default: the drafter's own.")
+    ] = None,
     force: Force = False,
 ):
     """Write a drafter for an engine or in the format of another package."""
     from ..convert.engines import other_readers
     from ..convert.exporting import export_drafter
 
-    done = export_drafter(source, destination, to, force, target, revision, yarn, context_length)
+    done = export_drafter(source, destination, to, force, target, revision, yarn, context_length, dtype)
     for remark in done.remarks:
         typer.echo(f"- {remark}.")
     typer.echo(

@@ -53,6 +53,27 @@ def new_folder(destination: str | Path, force: bool = False):
 
 
 @contextlib.contextmanager
+def new_file(destination: str | Path, force: bool = False):
+    """A path beside `destination` to write to, renamed to it when the block ends without an error.
+
+    Raises:
+        FileExistsError: `destination` exists and `force` is not set, or is a folder; nothing is touched then.
+    """
+    destination = Path(destination).absolute()
+    if destination.is_dir():
+        raise FileExistsError(f"{destination} is a folder; name a file.")
+    if destination.exists() and not force:
+        raise FileExistsError(f"{destination} exists; choose another destination, or pass --force to replace it.")
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    beside = destination.with_name(f".{destination.name}.part")
+    try:
+        yield beside
+        beside.replace(destination)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
 def one_writer(folder: str | Path):
     """Let no other process write to `folder` meanwhile; where one does, say so and wait for it.
 

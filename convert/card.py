@@ -13,7 +13,8 @@ from ..common.files import in_a_line, read_json
 from ..common.tables import interval, table
 from ..configuration_dflash import SLIDING, DFlashConfig
 from ..hub_files import CARD_MARK, write_text
-from .engines import TITLES, TYPED, export_and_serve, obstacles, remarks
+from .engines import TITLES, TYPED, export_and_serve, export_for_llamacpp, obstacles, remarks
+from .gguf_layout import inexpressible
 from .reading import read_ours
 
 RECORD = "training_record.json"
@@ -197,6 +198,12 @@ def _engines(config: DFlashConfig, source: str) -> str:
             continue
         parts.append(f"{TITLES[engine]}:\n\n```bash\n{export_and_serve(engine, config, source)}\n```")
         parts += [f"{remark}." for remark in remarks(engine, config)]
+    if stopped := inexpressible(config):
+        parts.append(f"llama.cpp: not served. {'; '.join(stopped)}.")
+    else:
+        parts.append(
+            f"llama.cpp, with a GGUF file of the target:\n\n```bash\n{export_for_llamacpp(config, source)}\n```"
+        )
     return "\n\n".join(parts)
 
 

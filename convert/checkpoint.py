@@ -44,7 +44,7 @@ class Stored:
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """The tensor from its first row to its last, in pieces of at most `PIECE` bytes or one row."""
-        step = _rows_of_a_piece(self)
+        step = rows_of_a_piece(self)
         for start in range(self.first, self.first + self.shape[0], step):
             stop = min(start + step, self.first + self.shape[0])
             # Opened anew for each piece: what was read stays in memory as long as the file is open.
@@ -79,13 +79,13 @@ class InMemory:
         return replace(self, tensor=self.tensor[first : first + count])
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        yield from self.tensor.split(_rows_of_a_piece(self))
+        yield from self.tensor.split(rows_of_a_piece(self))
 
     def whole(self) -> torch.Tensor:
         return self.tensor
 
 
-def _rows_of_a_piece(tensor: Stored | InMemory) -> int:
+def rows_of_a_piece(tensor: Stored | InMemory) -> int:
     return max(1, PIECE // max(1, math.prod(tensor.shape[1:]) * tensor.dtype.itemsize))
 
 

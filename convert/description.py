@@ -8,7 +8,8 @@ from ..configuration_dflash import SLIDING
 from ..hub_files import custom_generate_source, nonfinite_sentence
 from .card import RECORD, attention_in_words
 from .checkpoint import Stored
-from .engines import TITLES, export_and_serve, obstacles, serve_command
+from .engines import TITLES, export_and_serve, export_for_llamacpp, llamacpp_command, obstacles, serve_command
+from .gguf_files import InGguf
 from .reading import LAYOUTS, OURS, Drafter, nonfinite_weights
 from .zlab import DRAFTING, scales
 
@@ -64,6 +65,11 @@ def describe(drafter: Drafter) -> str:
             if stopped
             else f"{title}:\n{command(engine, config, drafter.checkpoint.source)}"
         )
+    if stopped := LAYOUTS["gguf"].inexpressible(config):
+        parts.append(f"llama.cpp: no. {'; '.join(stopped)}.")
+    else:
+        command = llamacpp_command if drafter.layout == "gguf" else export_for_llamacpp
+        parts.append(f"llama.cpp:\n{command(config, drafter.checkpoint.source)}")
     for name in ("speculators", "transformers"):
         if stopped := LAYOUTS[name].inexpressible(config):
             parts.append(f"{LAYOUTS[name].title}: no. {'; '.join(stopped)}.")
@@ -100,7 +106,12 @@ def oddities(drafter: Drafter) -> list[str]:
         found.append(nonfinite_sentence(names, "it"))
     if config.target_name_or_path is None:
         found.append("no target is recorded; dflash-hub import --target records it")
-    if len({tensor.dtype for tensor in drafter.match.drafter.values()}) > 1:
+    tensors = drafter.match.drafter.values()
+    if quantized := sorted({t.kind for t in tensors if isinstance(t, InGguf) and t.kind != t.code}):
+        found.append(
+            f"weights are quantized ({', '.join(quantized)}); they are read as float32, with the rounding that they have"
+        )
+    if drafter.layout != "gguf" and len({tensor.dtype for tensor in tensors}) > 1:
         found.append("tensors of several types: loading with dtype='auto' casts all to the type of most")
     stated = drafter.checkpoint.config.get("dtype") or drafter.checkpoint.config.get("torch_dtype")
     if stated and stated != str(config.dtype).removeprefix("torch."):

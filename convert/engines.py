@@ -77,13 +77,27 @@ def remarks(engine: str, config: DFlashConfig) -> list[str]:
     return said
 
 
+def llamacpp_command(config: DFlashConfig, file: str) -> str:
+    """The command that serves the drafter in `file`, exported with `--to gguf`, beside the target's own GGUF file."""
+    return (
+        f"llama-server -m TARGET.gguf -md {shlex.quote(file)} --spec-type draft-dflash "
+        f"--spec-draft-n-max {config.block_size - 1}"
+    )
+
+
+def export_for_llamacpp(config: DFlashConfig, source: str) -> str:
+    """The two commands for a drafter that is no GGUF file yet."""
+    target = shlex.quote(config.target_name_or_path or "TARGET")
+    return (
+        f"dflash-hub export {shlex.quote(source)} drafter.gguf --to gguf --target {target}\n"
+        f"{llamacpp_command(config, 'drafter.gguf')}"
+    )
+
+
 def other_readers(config: DFlashConfig, folder: str) -> str:
     """Commands of engines that take z-lab's layout or convert it; from their documentation, not tried."""
-    target, place = shlex.quote(config.target_name_or_path or "TARGET"), shlex.quote(folder)
+    target = shlex.quote(config.target_name_or_path or "TARGET")
     return (
-        f"llama.cpp: python convert_hf_to_gguf.py {place} --target-model-dir TARGET_FOLDER --outfile drafter.gguf\n"
-        f"           llama-server -m TARGET.gguf -md drafter.gguf --spec-type draft-dflash "
-        f"--spec-draft-n-max {config.block_size - 1}\n"
         f"MLX: dflash generate mlx --model {target} --draft REPOSITORY  (z-lab's package reads it from the Hub only)\n"
         f"TensorRT-LLM: LLM(..., speculative_config=DFlashDecodingConfig(max_draft_len={config.block_size - 1}, "
         f"speculative_model={json.dumps(folder, ensure_ascii=False)}))"

@@ -6,11 +6,12 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..common.files import new_folder
+from ..common.files import new_file, new_folder
 from ..configuration_dflash import DFlashConfig
 from ..hub_files import write_text
 from .checkpoint import write_tensors
-from .engines import TITLES, TYPED, obstacles, remarks, serve_command
+from .engines import TITLES, TYPED, llamacpp_command, obstacles, remarks, serve_command
+from .gguf_files import FILE_TYPES, SUFFIX, read_gguf_target, write_gguf
 from .names import renamed
 from .reading import LAYOUTS, Target, read_drafter, read_target, target_tensors
 
@@ -45,22 +46,25 @@ def export_drafter(
     revision: str | None = None,
     yarn: float | None = None,
     context_length: int | None = None,
+    file_type: str | None = None,
 ) -> Exported:
-    """Write a drafter for another package. The folder holds no code.
+    """Write a drafter for another package: a folder without code, or llama.cpp's one file.
 
     Args:
         to: one of `GOALS`.
-        target: the target that the `speculators` layout names, and takes embedding and head from; by default the one that
-            is recorded.
+        target: the target that the `speculators` layout names, and takes embedding and head from, and `gguf` the tokenizer;
+            by default the one that is recorded. For `gguf` it may be the target's own GGUF file.
         yarn: scale RoPE by this factor with YaRN, from the positions that the drafter was made for.
         context_length: positions to state; by default those that the drafter was made for, times `yarn`.
+        file_type: of `gguf`, what its matrices are written in, one of `FILE_TYPES`; by default the drafter's own type.
 
     Raises:
         ValueError: the layout cannot say what this drafter is, or the engine would compute something else; says why.
-        FileExistsError: see `new_folder`.
+        FileExistsError: see `new_folder` and `new_file`.
     """
     if to not in GOALS:
         raise ValueError(f"--to {to!r} is none of {', '.join(GOALS)}.")
+    _check_destination(to, str(destination), file_type)
     layout_name = "zlab" if to in TITLES else to
     layout = LAYOUTS[layout_name]
     drafter = read_drafter(source, target, revision)
@@ -77,17 +81,9 @@ def export_drafter(
     name = target or config.target_name_or_path
     facts = Target(name or "", config.num_target_layers, config.vocab_size, [])
     copies = {}
+    if layout_name in ("speculators", "gguf"):
+        facts = _matching_target(layout.title, name, config)
     if layout_name == "speculators":
-        if name is None:
-            raise ValueError(
-                "the speculators layout names its target and carries copies of its tensors; pass --target."
-            )
-        facts = read_target(name)
-        if (facts.layers, facts.vocabulary) != (config.num_target_layers, config.vocab_size):
-            raise ValueError(
-                f"the target {name!r} has {facts.layers} layers and {facts.vocabulary} tokens; the drafter was made for one "
-                f"with {config.num_target_layers} and {config.vocab_size}."
-            )
         copies = target_tensors(name, config)
         config.target_name_or_path = name
     written = layout.write(config, facts)
@@ -98,11 +94,47 @@ def export_drafter(
     exported = Exported(
         title, config, layout.not_carried, usage, ([TYPED] if to in TITLES else []) + remarks(to, config)
     )
+    if to == "gguf":
+        with new_file(destination, force) as path:
+            write_gguf(path, written, tensors, file_type or str(config.dtype).removeprefix("torch."), name)
+        return exported
     with new_folder(destination, force) as folder:
         write_text(folder / "config.json", json.dumps(written, indent=2) + "\n")
         write_tensors(folder / "model.safetensors", tensors)
         write_text(folder / "README.md", _card(exported))
     return exported
+
+
+def _check_destination(to: str, destination: str, file_type: str | None):
+    if to == "gguf" and not destination.endswith(SUFFIX):
+        raise ValueError(f"{destination!r} is to be one file; give it a name that ends in {SUFFIX}.")
+    if to != "gguf" and destination.endswith(SUFFIX):
+        raise ValueError(
+            f"{destination!r} is the name of a GGUF file, which --to gguf writes; --to {to} writes a folder."
+        )
+    if to != "gguf" and file_type is not None:
+        raise ValueError(f"--dtype is for --to gguf; a folder for {to} keeps the drafter's own type.")
+    if file_type not in (None, *FILE_TYPES):
+        raise ValueError(f"--dtype {file_type!r} is none of {', '.join(FILE_TYPES)}.")
+
+
+def _matching_target(title: str, name: str | None, config: DFlashConfig) -> Target:
+    """Read depth and vocabulary of the target, which must be those that the drafter was made for."""
+    if name is None:
+        raise ValueError(f"{title} carries what belongs to the target, and none is recorded; pass --target.")
+    if name.endswith(SUFFIX):
+        layers, vocabulary, width = read_gguf_target(name)
+        if width != config.hidden_size:
+            raise ValueError(f"the target {name!r} has width {width}; the drafter's is {config.hidden_size}.")
+        facts = Target(name, layers, vocabulary, [])
+    else:
+        facts = read_target(name)
+    if (facts.layers, facts.vocabulary) != (config.num_target_layers, config.vocab_size):
+        raise ValueError(
+            f"the target {name!r} has {facts.layers} layers and {facts.vocabulary} tokens; the drafter was made for one "
+            f"with {config.num_target_layers} and {config.vocab_size}."
+        )
+    return facts
 
 
 def lengthened(config: DFlashConfig, yarn: float | None, context_length: int | None) -> DFlashConfig:
@@ -147,6 +179,8 @@ def _usage(to: str, config: DFlashConfig, folder: str) -> str:
     target = config.target_name_or_path or "TARGET"
     if to == "speculators":
         return f"vllm serve {shlex.quote(folder)}"
+    if to == "gguf":
+        return llamacpp_command(config, folder)
     if to == "transformers":
         return (
             f'drafter = AutoModel.from_pretrained({json.dumps(folder, ensure_ascii=False)}, dtype="auto")\n'

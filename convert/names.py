@@ -18,6 +18,31 @@ RENAMED = {
     "zlab": {},
     "speculators": {},
     "transformers": {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"},
+    "gguf": {
+        "hidden_norm.weight": "enc.output_norm.weight",
+        "norm.weight": "output_norm.weight",
+        "embed_tokens.weight": "token_embd.weight",
+        "lm_head.weight": "output.weight",
+    },
+}
+# By format, how it spells what stands behind `layers.N.`, and how it spells `layers` itself.
+LAYERS_RENAMED = {
+    "gguf": (
+        "blk",
+        {
+            "input_layernorm": "attn_norm",
+            "self_attn.q_proj": "attn_q",
+            "self_attn.k_proj": "attn_k",
+            "self_attn.v_proj": "attn_v",
+            "self_attn.o_proj": "attn_output",
+            "self_attn.q_norm": "attn_q_norm",
+            "self_attn.k_norm": "attn_k_norm",
+            "post_attention_layernorm": "ffn_norm",
+            "mlp.gate_proj": "ffn_gate",
+            "mlp.up_proj": "ffn_up",
+            "mlp.down_proj": "ffn_down",
+        },
+    ),
 }
 # Wrappers that training stacks leave in front of a name, however deep.
 PREFIXES = ("module.", "model.", "draft_model.", "dflash_module.", "_orig_mod.", "_fsdp_wrapped_module.")
@@ -96,7 +121,7 @@ def match(
     Raises:
         ValueError: one is missing, misshaped, of no float type, belongs to another network, or to nothing; all are named.
     """
-    ours_of = {theirs: ours for ours, theirs in RENAMED[layout].items()}
+    ours_of = {spelled(layout, ours): ours for ours in (*expected, *BORROWED)}
     found, borrowed, lines, faults = {}, {}, [], []
     for full_name, tensor in sorted(tensors.items()):
         name = _without_prefixes(full_name)
@@ -151,7 +176,17 @@ def _fault(full_name: str, name: str) -> str:
 
 def renamed(layout: str, tensors: dict[str, Stored | InMemory]) -> dict[str, Stored | InMemory]:
     """Tensors by our names to tensors by the layout's."""
-    return {RENAMED[layout].get(name, name): tensor for name, tensor in tensors.items()}
+    return {spelled(layout, name): tensor for name, tensor in tensors.items()}
+
+
+def spelled(layout: str, name: str) -> str:
+    """Return how a layout spells one of our names."""
+    if layout in LAYERS_RENAMED and name.startswith("layers."):
+        layers, parts = LAYERS_RENAMED[layout]
+        _, index, part = name.split(".", 2)
+        part, kind = part.rsplit(".", 1)
+        return f"{layers}.{index}.{parts.get(part, part)}.{kind}"
+    return RENAMED[layout].get(name, name)
 
 
 def _without_prefixes(name: str) -> str:

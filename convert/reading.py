@@ -11,8 +11,9 @@ from transformers.utils import cached_file
 from ..common.files import in_a_line
 from ..configuration_dflash import DFlashConfig, check_stated, read_config_dict
 from ..hub_files import nonfinite_sentence
-from . import native, speculators, zlab
+from . import gguf_layout, native, speculators, zlab
 from .checkpoint import DTYPES, Checkpoint, InMemory, Stored, open_checkpoint, tensors_of
+from .gguf_files import SUFFIX, open_gguf
 from .init import borrowed_names, read_target_config, recorded_name, target_skeleton, weight_files
 from .names import Match, expected_shapes, match
 
@@ -41,6 +42,7 @@ LAYOUTS = {
     "speculators": _layout("speculators", speculators, needs_target=True),
     "transformers": _layout("transformers' native class", native, needs_target=True),
     "zlab": _layout("z-lab's layout", zlab, needs_target=False),
+    "gguf": _layout("llama.cpp's GGUF", gguf_layout, needs_target=True),
 }
 OURS = "dflash-hub"
 
@@ -91,10 +93,11 @@ def read_drafter(
     Raises:
         ValueError, OSError: it is of no format that is known, damaged, incomplete, or has what is not supported.
     """
-    checkpoint = open_checkpoint(source, revision, config_file, allow_pickle)
+    gguf_file = source.endswith(SUFFIX) and not Path(source).is_dir()
+    checkpoint = open_gguf(source) if gguf_file else open_checkpoint(source, revision, config_file, allow_pickle)
     config = checkpoint.config
     for place in (config, config.get("transformer_layer_config")):
-        layers = place.get("num_hidden_layers") if isinstance(place, dict) else None
+        layers = place.get("num_hidden_layers", place.get("dflash.block_count")) if isinstance(place, dict) else None
         if isinstance(layers, int) and layers > len(checkpoint.tensors):
             # Before anything is made as long as that.
             raise ValueError(

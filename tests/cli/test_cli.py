@@ -88,7 +88,7 @@ def test_a_dry_run_prints_the_mapping_and_card_and_export_say_what_is_next(tmp_p
     ("arguments", "sentence"),
     (
         (("import", "nowhere/nothing", "x"), "nowhere/nothing"),
-        (("export", ".", "x", "--to", "gguf"), "--to 'gguf' is none of vllm"),
+        (("export", ".", "x", "--to", "onnx"), "--to 'onnx' is none of vllm"),
         (("demo", "--dtype", "int4"), "--dtype 'int4' is none of"),
     ),
 )

@@ -11,7 +11,7 @@ import torch
 from dflash_hub import DFlashConfig, DFlashDraftModel
 from dflash_hub.convert.exporting import GOALS, export_drafter
 from dflash_hub.convert.importing import import_drafter
-from dflash_hub.convert.names import RENAMED, renamed
+from dflash_hub.convert.names import RENAMED, renamed, spelled
 from dflash_hub.convert.reading import LAYOUTS, Target, read_drafter
 from helpers.formats import FULL, KINDS, SLIDING, YARN, drafter_of
 from helpers.tiny import LAYERS, VOCAB, tiny_config, tiny_drafter, tiny_target
@@ -99,8 +99,8 @@ def test_the_table_of_names_has_an_inverse():
     names = {name: None for name in drafter_names()}
     for layout in RENAMED:
         there = renamed(layout, names)
-        back = {theirs: ours for ours, theirs in RENAMED[layout].items()}
-        assert {back.get(name, name) for name in there} == set(names) and len(there) == len(names)
+        back = {spelled(layout, name): name for name in names}
+        assert {back[name] for name in there} == set(names) and len(there) == len(names)
 
 
 def drafter_names():
@@ -630,7 +630,7 @@ def test_several_end_tokens_are_one_too_many_for_transformers(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("to", GOALS)
+@pytest.mark.parametrize("to", [goal for goal in GOALS if goal != "gguf"])
 def test_the_folder_says_how_it_is_used(to, tmp_path, target_folder):
     """Also where its name needs quotes."""
     drafter_of(tmp_path / "ours", target_name_or_path=target_folder)

@@ -12,23 +12,26 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_pos
 
 # Drafters by what is special about them, and the formats that can say it.
 KINDS = {
-    "plain": ({}, {"zlab", "speculators", "transformers"}),
+    "plain": ({}, {"zlab", "speculators", "transformers", "gguf"}),
     "bias, yarn": ({"attention_bias": True, "rope_parameters": YARN}, {"zlab", "speculators"}),
     "mixed": ({"layer_types": [SLIDING, FULL], "sliding_window": 8}, {"zlab", "speculators"}),
     "sliding, bidirectional": (
         {"layer_types": [SLIDING] * 2, "sliding_window": 8, "block_causal": [False] * 2},
-        {"zlab", "speculators", "transformers"},
+        {"zlab", "speculators", "transformers", "gguf"},
     ),
-    "sliding, causal": ({"layer_types": [SLIDING] * 2, "sliding_window": 8}, {"zlab", "speculators"}),
+    "sliding, causal": ({"layer_types": [SLIDING] * 2, "sliding_window": 8}, {"zlab", "speculators", "gguf"}),
     "mixed, bidirectional": (
         {"layer_types": [SLIDING, FULL], "sliding_window": 8, "block_causal": [False] * 2, "rope_parameters": YARN},
-        {"zlab", "speculators", "transformers"},
+        {"zlab", "speculators", "transformers", "gguf"},
     ),
-    "full, causal": ({"block_causal": [True, True]}, {"zlab"}),
-    "scaled": ({"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 30.0}, {"zlab"}),
+    "full, causal": ({"block_causal": [True, True]}, {"zlab", "gguf"}),
+    "scaled": (
+        {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 30.0},
+        {"zlab", "gguf"},
+    ),
     "other heads, deeper": (
         {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 24, "block_size": 7},
-        {"zlab", "speculators", "transformers"},
+        {"zlab", "speculators", "transformers", "gguf"},
     ),
 }
 
