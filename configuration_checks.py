@@ -26,7 +26,6 @@ UNSUPPORTED_PARTS = {
     "pure_draft_prefix_len": "Domino's shifted labels",
     "shift_label": "shifted labels (position 0 predicts a token)",
     "sample_from_anchor": "a prediction at position 0 (sample from anchor)",
-    "draft_vocab_size": "a reduced draft vocabulary",
     "mask_embedding": "a learned mask embedding",
 }
 # What every producer states, and no tensor's shape gives away: with another value a drafter loads, and drafts worse.
@@ -44,11 +43,11 @@ def require_stated(config: dict, names):
     require(not missing, f"the drafter's config does not state {missing}. {GUESSING}")
 
 
-def refuse_unsupported_parts(config: dict, vocab_size: int | None):
+def refuse_unsupported_parts(config: dict):
     """Raise ValueError for a part of another method, by name."""
     for name, part in UNSUPPORTED_PARTS.items():
         value = config.get(name)
-        if value and not (name == "draft_vocab_size" and value == vocab_size):
+        if value:
             raise ValueError(
                 f"DFlashConfig: `{name}` is {value!r}: this drafter has {part}, which is not supported. Loading it "
                 "without that part would run, and draft badly."

@@ -60,6 +60,8 @@ class DFlashConfig(PreTrainedConfig):
             None without it.
         num_draft_tokens: draft tokens per round unless `generate` is told otherwise: a number up to `block_size - 1`, or
             "auto" (the default), the adaptive draft length.
+        draft_vocab_size: tokens of the list that it drafts from, the tensor `d2t`, to which the tokens of the text at hand are
+            added; None where it drafts from the whole vocabulary.
         target_name_or_path, target_revision: the model that the drafter was made for.
         target_chat, target_thinking: whether it was made for text in the target's chat template, and for its thinking
             mode; None when not recorded.
@@ -103,6 +105,7 @@ class DFlashConfig(PreTrainedConfig):
     selector_rank: int | None = None
     selector_top_k: int | None = None
     num_draft_tokens: int | str | None = None
+    draft_vocab_size: int | None = None
     target_name_or_path: str | None = None
     target_revision: str | None = None
     target_chat: bool | None = None
@@ -114,7 +117,7 @@ class DFlashConfig(PreTrainedConfig):
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self, **kwargs):
-        refuse_unsupported_parts(kwargs, self.vocab_size)
+        refuse_unsupported_parts(kwargs)
         if self.layer_types is None:
             self.layer_types = [FULL] * positive(self.num_hidden_layers, "num_hidden_layers")
         if self.block_causal is None:
@@ -122,6 +125,8 @@ class DFlashConfig(PreTrainedConfig):
         positive(self.block_size, "block_size")
         if self.num_draft_tokens is None:
             self.num_draft_tokens = "auto"
+        if self.draft_vocab_size == self.vocab_size:  # how some files say that nothing is left out
+            self.draft_vocab_size = None
         for name in ("rope_scaling", "rope_theta", "partial_rotary_factor"):
             require(
                 kwargs.pop(name, None) is None, f"`{name}` belongs into `rope_parameters`, the only place for RoPE."
@@ -204,6 +209,11 @@ class DFlashConfig(PreTrainedConfig):
             or (is_int(self.num_draft_tokens) and 1 <= self.num_draft_tokens < self.block_size),
             f"`num_draft_tokens` must be 'auto' or in [1, {self.block_size - 1}] for `block_size` {self.block_size}, "
             f"got {self.num_draft_tokens!r}.",
+        )
+        require(
+            self.draft_vocab_size is None
+            or (is_int(self.draft_vocab_size) and 1 <= self.draft_vocab_size < self.vocab_size),
+            f"`draft_vocab_size` must be in [1, {self.vocab_size}], the target's tokens, or None; got {self.draft_vocab_size!r}.",
         )
 
     def _check_target_layers(self):

@@ -69,7 +69,7 @@ class ZlabReader:
             "not supported.",
         )
         for place in (self.top, self.nested):
-            refuse_unsupported_parts(place, self.top.get("vocab_size"))
+            refuse_unsupported_parts(place)
             for name, (harmless, part) in UNSUPPORTED_SWITCHES.items():
                 require(
                     place.get(name) in (None, harmless),

@@ -115,6 +115,9 @@ class Sampler:
         Returns:
             Tokens; `NO_DRAFT` where the logits are not finite.
         """
+        if candidates.ids is not None and self.noises is None and not self.of_drafts.processors:
+            finite = candidates.logits.amax(dim=-1).isfinite()
+            return candidates.best().masked_fill_(~finite, NO_DRAFT).to(self.text.ids.device)
         logits = candidates.over_vocabulary(self.vocab_size)
         logits = logits[..., : self.vocab_size].to(self.text.ids.device, torch.float32)
         finite = logits.amax(dim=-1).isfinite()  # -inf is a token that is not possible, but not all are

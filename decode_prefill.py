@@ -97,7 +97,9 @@ class Prefill:
         if kept is not None:
             return
         if prefix is None or not self.call.read_prefix or holds_media(self.target, prefix):
-            self.proposer.skip(self.past)
+            mask = self.kwargs.get("attention_mask")
+            mask = None if mask is None else mask[:, : self.past]
+            self.proposer.skip(self.past, None if prefix is None else AcceptedTokens.of_prompt(prefix, [], mask))
             return
         names = [name for name in RoundInputs.PER_TOKEN if self.kwargs.get(name) is not None]
         inputs = {name: self.kwargs[name][..., : self.past] for name in names}

@@ -23,6 +23,7 @@ class Speculation:
         stopped_drafting: whether drafting ended because the drafter's logits were not finite.
         processor_passes: of the target, made by logits processors (guidance), and not among `target_passes`.
         undrafted: rounds of the batch without draft tokens, counted by the reason.
+        notes: what the proposer says of the call, a sentence each.
     """
 
     acceptance_lengths: list[list[int]] = field(default_factory=lambda: [[]])
@@ -36,6 +37,7 @@ class Speculation:
     processor_passes: int = 0
     stopped_drafting: bool = False
     undrafted: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def of_rows(cls, rows: int) -> "Speculation":
@@ -145,7 +147,7 @@ class Speculation:
                 f"draft tokens: {self.num_accepted} of {self.num_drafted} accepted ({figures['acceptance_rate']:.0%})",
                 "accepted up to position 1, 2, ...: " + " ".join(f"{share:.2f}" for share in self.slot_acceptance),
             ]
-        return "\n".join(lines)
+        return "\n".join(lines + self.notes)
 
     def __str__(self) -> str:
         return self.summary()

@@ -4,6 +4,7 @@ Legend of shapes: B sequences, C new context tokens, P context tokens in the dra
 layers, n draft tokens, V vocabulary.
 """
 
+import itertools
 import weakref
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,8 +14,9 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import CandidateGenerator
 
-from .drafter_heads import Candidates, TargetHead
+from .drafter_heads import Candidates
 from .drafter_masks import is_flash, ragged_masks
+from .drafter_vocabulary import make_head, whole_head_reason
 from .target_cache import move_right, trim_left
 from .target_model import check_pair, device_of, embedding_rows, raw_embeddings, tap_request, tapped
 
@@ -83,6 +85,11 @@ class AcceptedTokens:
         ]
         return cls(ids.gather(1, order), chosen, None if min(counts) == max(counts) else counts)
 
+    def tokens(self) -> list[list[int]]:
+        """Return the real tokens of each sequence, on the host."""
+        counts = self.counts or [self.ids.shape[1]] * len(self.ids)
+        return [row[:count] for row, count in zip(self.ids.tolist(), counts)]
+
     @classmethod
     def joined(cls, parts: list["AcceptedTokens"]) -> "AcceptedTokens":
         """Join parts, one after the other, in order."""
@@ -109,12 +116,14 @@ class Proposer(Protocol):
         max_draft_tokens: how many positions it can draft in a round.
         device: where its work is done, for the clock.
         num_passes: forward passes that it made.
+        notes: what the statistics of the call should say of it, a sentence each.
     """
 
     target_layer_ids: list[int]
     max_draft_tokens: int
     device: torch.device
     num_passes: int
+    notes: list[str]
 
     def check(self, target: PreTrainedModel):
         """Raise a ValueError where this is not a target to draft for; names what was found and expected."""
@@ -131,8 +140,8 @@ class Proposer(Protocol):
     def absorb(self):
         """Compress what was read so far, before more of a long prompt comes."""
 
-    def skip(self, count: int):
-        """Start behind `count` tokens that will not be read."""
+    def skip(self, count: int, prefix: AcceptedTokens | None):
+        """Start behind `count` tokens that will not be read: without hidden states, and without ids where prefix is None."""
 
     def keep(self, cache: Cache, ids: torch.LongTensor):
         """Remember the state beside the target's KV cache, which holds the tokens `ids` (B, length)."""
@@ -163,7 +172,9 @@ class DFlashProposer:
         self.start = 0  # position of the first context token; not 0 where a prefix was left out
         self.embedding = target.get_input_embeddings()
         self.num_tokens = embedding_rows(target)
-        self.head = TargetHead(drafter.config, target.get_output_embeddings(), self.num_tokens)
+        self.head = make_head(drafter, target, self.num_tokens)
+        reason = whole_head_reason(drafter, target)
+        self.notes = [] if reason is None else [reason]
         self.mask_embeds: torch.Tensor | None = None  # (1, block_size - 1, H)
 
     # ---- the loop's side
@@ -179,6 +190,7 @@ class DFlashProposer:
     def propose(self, anchor: torch.LongTensor, plan: Plan, sampler) -> Draft:
         """Draft a chain of `plan.num_draft_tokens` tokens behind the anchor (B, 1)."""
         accepted, self.unread = AcceptedTokens.joined(self.unread), []
+        self.see(accepted, AcceptedTokens(anchor, []))
         candidates = self.candidates(anchor, accepted.states, plan.num_draft_tokens, counts=accepted.counts)
         return Draft(sampler.propose(candidates))
 
@@ -187,18 +199,29 @@ class DFlashProposer:
         if not self.unread:
             return
         accepted, self.unread = AcceptedTokens.joined(self.unread), []
+        self.see(accepted)
         states = torch.cat([layer.to(self.device) for layer in accepted.states], dim=-1)
         noise = states.new_zeros(states.shape[0], self.block_size, self.drafter.config.hidden_size)
         self._denoise(noise, states, None, accepted.counts)
 
-    def skip(self, count: int):
+    def skip(self, count: int, prefix: AcceptedTokens | None):
         """Start behind `count` tokens of which there are no hidden states."""
         self.start = count
+        if prefix is not None:
+            self.see(prefix)
+
+    def see(self, *added: AcceptedTokens):
+        """Show the head what was added to the text, where that makes candidates."""
+        if self.head.reads_text:
+            self.head.see([[*itertools.chain(*parts)] for parts in zip(*(part.tokens() for part in added))])
 
     def keep(self, cache: Cache, ids: torch.LongTensor):
         """Remember the context beside the target's KV cache, for a later call that is handed the same cache."""
         if self.unread:
-            _KEPT[cache] = KeptContext(weakref.ref(self.drafter), ids, self.cache, self.seen, self.start, self.unread)
+            own = [[*tokens] for tokens in self.head.own] if self.head.reads_text else []
+            _KEPT[cache] = KeptContext(
+                weakref.ref(self.drafter), ids, self.cache, self.seen, self.start, self.unread, own
+            )
 
     def resume(self, cache: Cache, prefix: torch.LongTensor | None, batch: int, length: int) -> torch.LongTensor | None:
         """Take up the context that was kept beside a cache, if it is of this drafter and of all tokens in the cache.
@@ -212,6 +235,8 @@ class DFlashProposer:
         if prefix is not None and not torch.equal(prefix, kept.ids):
             return None
         self.cache, self.seen, self.start, self.unread = kept.cache, kept.seen, kept.start, kept.unread
+        if self.head.reads_text and kept.own:
+            self.head.see(kept.own)
         return kept.ids
 
     # ---- the drafter's side
@@ -351,6 +376,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             return input_ids, None
         # All tokens but the anchor are in the target's cache; those that the drafter lacks came with the last pass.
         new = length - 1 - self.proposer.cache.get_seq_length()
+        self.proposer.see(AcceptedTokens(input_ids[:, length - 1 - new :], []))
         context = [
             states[:, :new]
             for states in tapped(model_outputs.hidden_states, self.target, self.proposer.target_layer_ids)
@@ -373,6 +399,7 @@ class KeptContext:
         drafter: whose it is; not kept alive by this.
         ids: (B, tokens) the text that the cache holds.
         unread: tokens that were accepted after the last draft.
+        own: by sequence, tokens of the text that the head has seen and its draft vocabulary does not list.
     """
 
     drafter: weakref.ref
@@ -381,6 +408,7 @@ class KeptContext:
     seen: list[int] | None
     start: int
     unread: list[AcceptedTokens]
+    own: list[list[int]]
 
 
 # By the target's cache object: it dies with it.

@@ -7,6 +7,7 @@ scores all positions of a block in one call. A head that looks at the previous t
 Legend of shapes: ... any, H hidden, C candidates (the vocabulary, for the head of the target), V vocabulary.
 """
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -44,8 +45,21 @@ class Candidates:
         """Return logits (..., V) of the whole vocabulary, -inf at tokens that are no candidates."""
         if self.ids is None:
             return self.logits
-        whole = self.logits.new_full((*self.logits.shape[:-1], vocab_size), -torch.inf)
-        return whole.scatter_(-1, self.ids.expand_as(self.logits), self.logits)
+        # A token beyond, which some targets embed and never write, falls into a column of its own.
+        whole = self.logits.new_full((*self.logits.shape[:-1], vocab_size + 1), -torch.inf)
+        return whole.scatter_(-1, self.ids.clamp(max=vocab_size), self.logits)[..., :vocab_size]
+
+    def columns(self, tokens: torch.LongTensor) -> torch.LongTensor:
+        """Return the index (...) of given tokens (...) among the candidates, -1 where one is none."""
+        if self.ids is None:
+            return tokens
+        found = (self.ids == tokens[..., None]) & (self.logits > -torch.inf)
+        return found.int().argmax(-1).masked_fill_(~found.any(-1), -1)
+
+    def best(self) -> torch.LongTensor:
+        """Return the most likely token (...)."""
+        best = self.logits.argmax(-1)
+        return best if self.ids is None else self.ids.gather(-1, best[..., None])[..., 0]
 
 
 class TargetHead:
@@ -58,21 +72,34 @@ class TargetHead:
         config: of the drafter.
         module: the target's output embeddings.
         num_tokens: tokens that the target can embed; a module padded beyond them gets -inf there. None keeps its rows.
+
+    Attributes:
+        looks_back: whether it looks at the previous token.
+        reads_text: whether its candidates depend on the text, which it is shown by `see`.
     """
 
-    looks_back = False
+    looks_back = reads_text = False
 
     def __init__(self, config, module: nn.Module, num_tokens: int | None = None):
         self.module, self.num_tokens = module, num_tokens
         self.multiplier, self.softcapping = config.output_multiplier, config.final_logit_softcapping
 
-    def __call__(self, hidden_states: torch.Tensor) -> Candidates:
-        """Score the tokens after `hidden_states` (..., H), which are after the drafter's final norm."""
-        logits = self.module(hidden_states)
+    def unscaled(self):
+        """Return this head without the drafter's scales: for the target's own hidden states."""
+        head = copy.copy(self)
+        head.multiplier, head.softcapping = 1.0, None
+        return head
+
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
         if self.multiplier != 1.0:
             logits = logits * self.multiplier
         if self.softcapping is not None:
             logits = torch.tanh(logits / self.softcapping) * self.softcapping
+        return logits
+
+    def __call__(self, hidden_states: torch.Tensor, places=None) -> Candidates:
+        """Score the tokens after `hidden_states` (..., H), which are after the drafter's final norm, wherever they stand."""
+        logits = self._scaled(self.module(hidden_states))
         if self.num_tokens is not None and logits.shape[-1] > self.num_tokens:
             logits[..., self.num_tokens :] = -torch.inf
         return Candidates(logits)

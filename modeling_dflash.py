@@ -36,6 +36,7 @@ from .configuration_dflash import DFlashConfig
 from .drafter_candidates import DFlashProposer
 from .drafter_heads import CandidateSelector
 from .drafter_masks import backend_mask, block_mask, is_flash
+from .drafter_vocabulary import check_token_ids, offsets_of, token_ids_of
 from .generation_dflash import assisted_generate, install_generate_hook
 from .hub_files import check_finite, write_hub_files
 
@@ -248,9 +249,26 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.norm = DFlashRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.candidate_selector = CandidateSelector(config) if config.selector_rank is not None else None
         self.rotary_emb = DFlashRotaryEmbedding(config)
+        # Offsets, as other software writes them: the token at index i of the draft vocabulary is i + d2t[i].
+        listed = config.draft_vocab_size
+        self.register_buffer("d2t", None if listed is None else torch.zeros(listed, dtype=torch.long))
         self.gradient_checkpointing = False
         self.last_speculation = None  # statistics of the last finished call of generate
         self.post_init()
+
+    def set_draft_vocabulary(self, token_ids: torch.LongTensor | None):
+        """Draft from a list of tokens, and those of the text at hand, instead of the whole vocabulary.
+
+        Args:
+            token_ids: (L,) int64, ascending; None for the whole vocabulary.
+
+        Raises:
+            ValueError: it is no such list; names what was found and expected.
+        """
+        if token_ids is not None:
+            check_token_ids(token_ids, self.config.vocab_size)
+        self.d2t = None if token_ids is None else offsets_of(token_ids).to(self.device)
+        self.config.draft_vocab_size = None if token_ids is None else len(token_ids)
 
     @capture_outputs
     def forward(
@@ -379,6 +397,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
                 f"Expected exactly fc, hidden_norm, norm and {model.config.num_hidden_layers} layers with Qwen3's names, the parts "
                 "of DFlash 2 that config.json states, and the shapes that it states."
             )
+        if model.d2t is not None and not model.d2t.is_meta:
+            check_token_ids(token_ids_of(model.d2t), model.config.vocab_size)
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, **kwargs):

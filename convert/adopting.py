@@ -99,13 +99,13 @@ def _make_drafter(assistant: nn.Module, target, tensors: dict[str, torch.Tensor]
         layout, {name: InMemory(None, name, tensor) for name, tensor in tensors.items()}, expected_shapes(config), config,
         source,
     )  # fmt: skip
-    shared = {name: stored.tensor for name, stored in found.drafter.items()}
+    shared = {name: stored.tensor for name, stored in found.drafter.items() if name != "d2t"}
     _check_ordinary(shared)
     check_finite(shared, "this drafter")
     if found.borrowed:
         own = {"embed_tokens.weight": target.get_input_embeddings(), "lm_head.weight": target.get_output_embeddings()}
         rows = {name: InMemory(None, name, module.weight[: config.vocab_size]) for name, module in own.items()}
-        compare_borrowed(found.borrowed, rows, target.config.name_or_path or type(target).__name__)
+        compare_borrowed(found.borrowed, rows, target.config.name_or_path or type(target).__name__, found.listed)
 
     some = next(iter(shared.values()))
     config.dtype, config.name_or_path = some.dtype, source
@@ -117,6 +117,8 @@ def _make_drafter(assistant: nn.Module, target, tensors: dict[str, torch.Tensor]
         parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
         setattr(drafter.get_submodule(module), leaf, parameter)
     drafter.rotary_emb = DFlashRotaryEmbedding(config).to(some.device)
+    if found.listed is not None:
+        drafter.d2t = found.drafter["d2t"].tensor
     return drafter.eval()
 
 

@@ -221,8 +221,16 @@ def _shape(config: DFlashConfig) -> str:
         ),
         ("RoPE", f"{rope}; {config.max_position_embeddings} positions"),
         ("dtype", str(config.dtype).removeprefix("torch.")),
+        ("draft vocabulary", vocabulary_in_words(config)),
     ]
     return "## Shape\n\n" + table(("", ""), rows)
+
+
+def vocabulary_in_words(config: DFlashConfig) -> str:
+    """Which tokens are drafted."""
+    if config.draft_vocab_size is None:
+        return f"all of the target's {config.vocab_size} tokens"
+    return f"{config.draft_vocab_size} of {config.vocab_size} tokens, and those of the text at hand"
 
 
 def attention_in_words(config: DFlashConfig) -> str:

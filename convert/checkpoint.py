@@ -17,7 +17,9 @@ from ..common.files import in_a_line, read_json
 PIECE = 32 * 2**20
 # A config or an index beyond this is no config or index.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-CODES = {dtype: code for code, dtype in DTYPES.items()}
+# Of a list of tokens, which is no weight.
+INTEGERS = {"I64": torch.int64, "BOOL": torch.bool}
+CODES = {dtype: code for code, dtype in (DTYPES | INTEGERS).items()}
 # Where a stack puts weights and config inside of its output folder, beside the folder itself.
 INNER_FOLDERS = ("", "model/consolidated", "model")
 PICKLES = ("training_state.pt", "pytorch_model.bin")
@@ -37,7 +39,7 @@ class Stored:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        return DTYPES.get(self.code)
+        return (DTYPES | INTEGERS).get(self.code)
 
     def rows(self, first: int, count: int) -> "Stored":
         return replace(self, first=self.first + first, shape=(count, *self.shape[1:]))
@@ -69,7 +71,7 @@ class InMemory:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        return DTYPES.get(self.code)
+        return (DTYPES | INTEGERS).get(self.code)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -83,6 +85,34 @@ class InMemory:
 
     def whole(self) -> torch.Tensor:
         return self.tensor
+
+
+@dataclass(frozen=True)
+class SomeRows:
+    """Rows of a tensor in a file, in its order."""
+
+    tensor: Stored
+    rows: torch.LongTensor
+
+    @property
+    def code(self) -> str:
+        return self.tensor.code
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.rows), *self.tensor.shape[1:])
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        start = 0
+        for piece in self.tensor.pieces():
+            inside = self.rows[(self.rows >= start) & (self.rows < start + len(piece))]
+            if len(inside):
+                yield piece[inside - start]
+            start += len(piece)
 
 
 def rows_of_a_piece(tensor: Stored | InMemory) -> int:
@@ -238,13 +268,13 @@ def _unpickle(path: Path) -> dict[str, InMemory]:
     return {name: InMemory(path, name, tensor.detach()) for name, tensor in state.items()}
 
 
-def write_tensors(path: Path, tensors: dict[str, Stored | InMemory]):
+def write_tensors(path: Path, tensors: dict[str, Stored | InMemory | SomeRows]):
     """Write one safetensors file, piece by piece. The same bytes as `safetensors.torch.save_file` gives.
 
     Raises:
         ValueError: a tensor holds a value that is not finite, or the file does not say what was written; names it.
     """
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, tensors[name].code in DTYPES, name))
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for name in order:
         tensor = tensors[name]

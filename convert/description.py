@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..configuration_dflash import SLIDING
 from ..hub_files import custom_generate_source, nonfinite_sentence
-from .card import RECORD, attention_in_words
+from .card import RECORD, attention_in_words, vocabulary_in_words
 from .checkpoint import Stored
 from .engines import TITLES, export_and_serve, export_for_llamacpp, llamacpp_command, obstacles, serve_command
 from .gguf_files import InGguf
@@ -22,7 +22,7 @@ def describe(drafter: Drafter) -> str:
     elements = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
     size = sum(elements[name] * tensor.dtype.itemsize for name, tensor in tensors.items())
     files = {tensor.file.name for tensor in tensors.values()}
-    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+    dtypes = sorted({str(t.dtype).removeprefix("torch.") for name, t in tensors.items() if name != "d2t"})
     modes = {
         "chat template": {True: "yes", False: "no", None: "not recorded"}[config.target_chat],
         "thinking": {True: "on", False: "off", None: "not recorded"}[config.target_thinking],
@@ -54,6 +54,7 @@ def describe(drafter: Drafter) -> str:
         ("mask token", f"{config.mask_token_id} of {config.vocab_size} rows"),
         ("RoPE", f"{rope}; {config.max_position_embeddings} positions"),
         ("head", ", ".join(quirks) or "the target's, as it is"),
+        ("draft vocabulary", vocabulary_in_words(config)),
     ]
     width = max(len(name) for name, _ in rows)
     parts = ["\n".join(f"{name:<{width}}  {value}" for name, value in rows)]
@@ -86,6 +87,7 @@ def served_as_it_is(drafter: Drafter) -> bool:
     causal = found.config.get("is_causal")
     return (
         drafter.layout == "zlab"
+        and drafter.match.listed is None
         and found.config.get("model_type") == "qwen3"
         and found.config.get("architectures") == ["DFlashDraftModel"]
         and found.config_path == found.folder / "config.json"
@@ -106,7 +108,7 @@ def oddities(drafter: Drafter) -> list[str]:
         found.append(nonfinite_sentence(names, "it"))
     if config.target_name_or_path is None:
         found.append("no target is recorded; dflash-hub import --target records it")
-    tensors = drafter.match.drafter.values()
+    tensors = [tensor for name, tensor in drafter.match.drafter.items() if name != "d2t"]
     if quantized := sorted({t.kind for t in tensors if isinstance(t, InGguf) and t.kind != t.code}):
         found.append(
             f"weights are quantized ({', '.join(quantized)}); they are read as float32, with the rounding that they have"

@@ -69,6 +69,16 @@ def remarks(engine: str, config: DFlashConfig) -> list[str]:
             f"{TITLES[engine]} does not scale the draft logits of a plain DFlash drafter (`output_multiplier`, "
             "`final_logit_softcapping`): its greedy drafts are the same, its sampled drafts follow another distribution"
         )
+    if config.draft_vocab_size is not None and engine == "speculators":
+        said.append(
+            f"it drafts from {config.draft_vocab_size} tokens, and its readers do not add those of the text at hand, so they "
+            "accept less than dflash-hub does"
+        )
+    elif config.draft_vocab_size is not None:
+        said.append(
+            f"the list of {config.draft_vocab_size} tokens to draft from is left out, for which there is no place: drafts come "
+            "from the whole vocabulary, and cost more"
+        )
     if engine == "speculators" and len(set(config.block_causal)) > 1:
         said.append(
             "vLLM 0.33 takes the causality of a speculators folder's sliding layers for all layers, and would serve the full "

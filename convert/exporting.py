@@ -6,10 +6,12 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from ..common.files import new_file, new_folder
 from ..configuration_dflash import DFlashConfig
 from ..hub_files import write_text
-from .checkpoint import write_tensors
+from .checkpoint import InMemory, SomeRows, write_tensors
 from .engines import TITLES, TYPED, llamacpp_command, obstacles, remarks, serve_command
 from .gguf_files import FILE_TYPES, SUFFIX, read_gguf_target, write_gguf
 from .names import renamed
@@ -85,10 +87,18 @@ def export_drafter(
         facts = _matching_target(layout.title, name, config)
     if layout_name == "speculators":
         copies = target_tensors(name, config)
+        if (listed := drafter.match.listed) is not None:
+            mask = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, listed, True)
+            copies |= {
+                "lm_head.weight": SomeRows(copies["lm_head.weight"], listed), "t2d": InMemory(None, "t2d", mask)
+            }  # fmt: skip
         config.target_name_or_path = name
     written = layout.write(config, facts)
     _check_read_back(layout, config, written, facts)
-    tensors = renamed(layout_name, drafter.match.drafter) | copies
+    kept = drafter.match.drafter
+    if "draft_vocab_size" in layout.not_carried:
+        kept = {name: tensor for name, tensor in kept.items() if name != "d2t"}
+    tensors = renamed(layout_name, kept) | copies
     usage = _usage(to, config, str(destination))
     title = TITLES.get(to, layout.title)
     exported = Exported(

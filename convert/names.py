@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..configuration_dflash import DFlashConfig
+from ..drafter_vocabulary import check_token_ids, token_ids_of
 from ..modeling_dflash import DFlashDraftModel, DFlashRotaryEmbedding
 from .checkpoint import DTYPES, InMemory, Stored
 
@@ -58,6 +59,8 @@ ALIASES = {
     f"candidate_selector.{name}.weight": f"candidate_selector.{name}"
     for name in ("predecessor_codebook", "successor_codebook")
 }
+# The tokens of a reduced vocabulary once more, as a mask over the target's.
+LISTED_MASK = "t2d"
 # Parts that a drafter has where its config states them.
 STATED_PARTS = {
     "attention_conv": "the convolutions of DFlash 2, but the config states no `conv_kernel_size`",
@@ -78,8 +81,8 @@ UNSUPPORTED_TENSORS = {
     "confidence": "DSpark's confidence head",
     "g_proj": "Laguna's gates on the attention",
     "aux_hidden_norms": "Laguna's norms on the tapped features",
-    "d2t": "a reduced draft vocabulary",
-    "t2d": "a reduced draft vocabulary",
+    "d2t": "the list of a reduced draft vocabulary whose size the config does not state (`draft_vocab_size`)",
+    "t2d": "the list of a reduced draft vocabulary whose size the config does not state (`draft_vocab_size`)",
     "fc.bias": "a bias on the context projection",
     "weight_scale": "quantized weights",
     "input_scale": "quantized weights",
@@ -96,12 +99,14 @@ class Match:
     Attributes:
         drafter: our name to the tensor, complete and of the right shapes.
         borrowed: copies of the target's tensors, to be compared with it.
+        listed: token ids of a reduced draft vocabulary, whose rows of the head a file holds; None where there is none.
         lines: a line a tensor of the file, for people.
     """
 
     drafter: dict[str, Stored | InMemory]
     borrowed: dict[str, Stored | InMemory]
     lines: list[tuple[str, str]]
+    listed: torch.LongTensor | None = None
 
 
 def expected_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
@@ -122,7 +127,7 @@ def match(
         ValueError: one is missing, misshaped, of no float type, belongs to another network, or to nothing; all are named.
     """
     ours_of = {spelled(layout, ours): ours for ours in (*expected, *BORROWED)}
-    found, borrowed, lines, faults = {}, {}, [], []
+    found, borrowed, lines, faults, mask = {}, {}, [], [], None
     for full_name, tensor in sorted(tensors.items()):
         name = _without_prefixes(full_name)
         name = ours_of.get(name, ALIASES.get(name, name))
@@ -133,16 +138,21 @@ def match(
         rope_table = name.endswith(ROPE_TABLE)
         if name in TRAINING_ONLY:
             lines.append((full_name, "dropped: only training uses it"))
+        elif name == LISTED_MASK and config.draft_vocab_size is not None:
+            mask = tensor
+            lines.append((full_name, "dropped: says the same as d2t"))
         elif not (rope_table or name in BORROWED or set(parts) <= set(expected)):
             faults.append(_fault(full_name, name))
-        elif tensor.dtype is None:
-            faults.append(f"{full_name} is {tensor.code}; expected one of {', '.join(DTYPES)}")
+        elif tensor.code not in (DTYPES if name != "d2t" else ("I64",)):
+            expected_types = ", ".join(DTYPES) if name != "d2t" else "I64, offsets"
+            faults.append(f"{full_name} is {tensor.code}; expected one of {expected_types}")
             found |= parts
         elif rope_table:
             faults += _check_rope(full_name, tensor, config)
             lines.append((full_name, "dropped: equal to what the config says"))
         elif name in BORROWED:
-            shape = [config.vocab_size, config.hidden_size]
+            rows = config.vocab_size if name != "lm_head.weight" else config.draft_vocab_size or config.vocab_size
+            shape = [rows, config.hidden_size]
             if list(tensor.shape) != shape:
                 faults.append(f"{full_name} has shape {list(tensor.shape)}; the config says {shape}")
             borrowed[name] = tensor
@@ -162,7 +172,25 @@ def match(
             f"the weights in {source!r} are not those of this drafter ({shown}). Expected exactly fc, hidden_norm, norm and "
             f"{config.num_hidden_layers} layers with Qwen3's names and the shapes that its config states."
         )
-    return Match({name: found[name] for name in expected}, borrowed, lines)
+    listed = _listed(found["d2t"], mask, config, source) if "d2t" in found else None
+    return Match({name: found[name] for name in expected}, borrowed, lines, listed)
+
+
+def _listed(
+    d2t: Stored | InMemory, mask: Stored | InMemory | None, config: DFlashConfig, source: str
+) -> torch.LongTensor:
+    """Return the token ids of a reduced draft vocabulary; raise a ValueError where they are none, or its mask has others."""
+    token_ids = token_ids_of(d2t.whole()).cpu()
+    try:
+        check_token_ids(token_ids, config.vocab_size)
+    except ValueError as error:
+        raise ValueError(f"`d2t` of {source!r}: {error}") from error
+    if mask is not None:
+        told = torch.zeros(config.vocab_size, dtype=torch.bool)
+        told[token_ids] = True
+        if mask.code != "BOOL" or not torch.equal(mask.whole().cpu(), told):
+            raise ValueError(f"{source!r}: `t2d` is no mask of the tokens that `d2t` lists; one of the two is wrong.")
+    return token_ids
 
 
 def _fault(full_name: str, name: str) -> str:

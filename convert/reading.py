@@ -172,6 +172,8 @@ def _main_dtype(found: Match) -> torch.dtype:
     """The type of most elements: norms may be kept in another one."""
     elements = {}
     for tensor in found.drafter.values():
+        if tensor.code not in DTYPES:  # a list of tokens
+            continue
         elements[tensor.dtype] = elements.get(tensor.dtype, 0) + math.prod(tensor.shape)
     return max(elements, key=elements.get)
 
@@ -224,17 +226,26 @@ def check_borrowed(drafter: Drafter, target: str):
     Raises:
         ValueError: one differs, or the target's files cannot be read; names it.
     """
-    compare_borrowed(drafter.match.borrowed, target_tensors(target, drafter.config), target)
+    found = drafter.match
+    compare_borrowed(found.borrowed, target_tensors(target, drafter.config), target, found.listed)
 
 
-def compare_borrowed(copies: dict[str, Stored | InMemory], theirs: dict[str, Stored | InMemory], target: str):
+def compare_borrowed(
+    copies: dict[str, Stored | InMemory],
+    theirs: dict[str, Stored | InMemory],
+    target: str,
+    listed: torch.LongTensor | None,
+):
     """Compare copies with the target's tensors of the same names, a chunk of rows at a time.
+
+    Args:
+        listed: the rows that a copy of the head holds, ascending; None for all of them.
 
     Raises:
         ValueError: one differs; names it.
     """
     for name, copy in copies.items():
-        for here, there in _side_by_side(copy, theirs[name]):
+        for here, there in _side_by_side(copy, theirs[name], listed if name == "lm_head.weight" else None):
             if not _equal_up_to_dtype(here, there):
                 raise ValueError(
                     f"{name} differs from that of the target {target!r}: the drafter has one of its own, which is not "
@@ -248,8 +259,16 @@ def _equal_up_to_dtype(here: torch.Tensor, there: torch.Tensor) -> bool:
     return torch.equal(here.to(dtype), there.to(here.device, dtype))
 
 
-def _side_by_side(first: Stored | InMemory, second: Stored | InMemory) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    step = max(1, 2**24 // max(1, first.shape[1]))
-    for start in range(0, first.shape[0], step):
-        count = min(step, first.shape[0] - start)
-        yield first.rows(start, count).whole(), second.rows(start, count).whole()
+def _side_by_side(
+    copy: Stored | InMemory, whole: Stored | InMemory, listed: torch.LongTensor | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    step = max(1, 2**24 // max(1, whole.shape[1]))
+    for start in range(0, whole.shape[0], step):
+        count = min(step, whole.shape[0] - start)
+        if listed is None:
+            yield copy.rows(start, count).whole(), whole.rows(start, count).whole()
+            continue
+        first, end = torch.searchsorted(listed, torch.tensor([start, start + count])).tolist()
+        if first < end:
+            rows = whole.rows(start, count).whole()
+            yield copy.rows(first, end - first).whole(), rows[(listed[first:end] - start).to(rows.device)]

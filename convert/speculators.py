@@ -11,7 +11,7 @@ from .zlab import decoder_config, scales
 
 VERSION = "0.9.0"
 # It names the target, but no revision and no mode.
-NOT_CARRIED = tuple(name for name in ZLAB_NOT_CARRIED if name != "target_name_or_path")
+NOT_CARRIED = tuple(name for name in ZLAB_NOT_CARRIED if name not in ("target_name_or_path", "draft_vocab_size"))
 KNOWN = {
     "architectures", "auto_map", "speculators_model_type", "speculators_version", "speculators_config",
     "transformer_layer_config", "draft_vocab_size", "block_size", "target_hidden_size", "aux_hidden_state_layer_ids",
@@ -122,7 +122,7 @@ def write(config: DFlashConfig, facts) -> dict:
             "verifier": {"name_or_path": facts.name, "architectures": facts.architectures},
         },
         "transformer_layer_config": decoder,
-        "draft_vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "block_size": config.block_size,
         "target_hidden_size": None,
         "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],

@@ -7,10 +7,11 @@ import torch
 
 from ..configuration_dflash import SLIDING, DFlashConfig, read_config_dict
 
-# Fields of ours that z-lab's config.json has no place for. They say how to use a drafter, not what it computes.
+# Fields of ours that z-lab's config.json has no place for, or whose place no reader of it looks at. They say how to use a drafter, not what it computes.
 NOT_CARRIED = (
     "format_version",
     "num_draft_tokens",
+    "draft_vocab_size",
     "target_name_or_path",
     "target_revision",
     "target_chat",

@@ -113,6 +113,21 @@ def test_tensors_are_shared(kind):
     assert all(torch.equal(tensor, before[name]) for name, tensor in foreign.state_dict().items())
 
 
+def test_a_reduced_vocabulary_is_drafted_from():
+    target, ids = tiny_target("qwen3"), prompt_of(10)
+    foreign = speculators_object(target, draft_vocab_size=50)
+    tokens = torch.arange(40, 90)
+    foreign.d2t.fill_(40), foreign.t2d.index_fill_(0, tokens, True)
+    with pytest.raises(ValueError, match="lm_head.weight differs from that of the target"):
+        adopting.adopt(foreign, target)
+    with torch.no_grad():
+        foreign.lm_head.weight.copy_(target.lm_head.weight[tokens])
+    adopted = adopting.adopt(foreign, target)
+    assert adopted.d2t is foreign.d2t and adopted.config.draft_vocab_size == 50
+    assert torch.equal(greedy(target, ids, foreign), greedy(target, ids))
+    assert foreign.last_speculation.num_drafted > 0 and not foreign.last_speculation.notes
+
+
 def test_some_rows_of_a_tensor_are_shared_too():
     """Laguna's layout keeps three projections in one tensor."""
     target, foreign = tiny_target("qwen3"), zlab_object()
@@ -198,7 +213,7 @@ def refused_objects(target):
         ),
         "Markov head": (zlab_object(markov_rank=4), "DSpark's Markov head"),
         "Markov head, by tensor": (zlab_object(foreign_drafters.MarkovDraftModel), "DSpark's Markov head"),
-        "d2t": (speculators_object(target, draft_vocab_size=50), "a reduced draft vocabulary"),
+        "never filled": (speculators_object(target, draft_vocab_size=50), "`t2d` is no mask of the tokens that `d2t`"),
         "sample from anchor": (speculators_object(target, sample_from_anchor=True), "sample from anchor"),
         "EAGLE-3": (speculators_object(target, speculators_model_type="eagle3"), "'eagle3'; only 'dflash'"),
         "own head": (own_head, r"lm_head.weight differs from that of the target"),

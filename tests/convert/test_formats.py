@@ -13,6 +13,7 @@ from dflash_hub.convert.exporting import GOALS, export_drafter
 from dflash_hub.convert.importing import import_drafter
 from dflash_hub.convert.names import RENAMED, renamed, spelled
 from dflash_hub.convert.reading import LAYOUTS, Target, read_drafter
+from helpers.families import with_some_tokens
 from helpers.formats import FULL, KINDS, SLIDING, YARN, drafter_of
 from helpers.tiny import LAYERS, VOCAB, tiny_config, tiny_drafter, tiny_target
 from huggingface_hub import constants
@@ -340,7 +341,7 @@ GUESSES = {
         ("rope_theta",): "the RoPE base",
         ("rope_scaling", "rope_parameters"): "how RoPE is scaled",
         ("sliding_window",): "needs a `sliding_window`",
-        ("draft_vocab_size",): "a reduced draft vocabulary",
+        ("draft_vocab_size",): "`draft_vocab_size` must be in [1, 97]",
     },
     "transformers": {
         **{(name,): name for name in (*SHAPES, "max_position_embeddings", "hidden_act", "rms_norm_eps", "layer_types")},
@@ -398,14 +399,9 @@ def test_nothing_that_changes_a_draft_is_guessed(layout):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     (
-        (
-            lambda c: c.update(draft_vocab_size=32),
-            "`draft_vocab_size` is 32: this drafter has a reduced draft vocabulary",
-        ),
-        (
-            lambda c: c.pop("draft_vocab_size"),
-            "`draft_vocab_size` is 32000: this drafter has a reduced draft vocabulary",
-        ),
+        (lambda c: c.update(draft_vocab_size=32), r"lm_head.weight has shape \[97, 32\]; the config says \[32, 32\]"),
+        (lambda c: c.update(draft_vocab_size=32), "missing: d2t"),
+        (lambda c: c.pop("draft_vocab_size"), "got 32000"),
         (lambda c: c.update(sliding_window_non_causal=1), "must be true or false"),
         (lambda c: c.update(sample_from_anchor=True), "sample from anchor"),
         (lambda c: c.update(speculators_model_type="eagle3"), "`speculators_model_type` is 'eagle3'"),
@@ -443,6 +439,54 @@ def test_copies_of_another_target_are_refused(tmp_path, target_folder):
         export_drafter(str(tmp_path / "out"), tmp_path / "zlab")
 
 
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))
+def test_a_reduced_vocabulary_is_carried_by_speculators_and_left_out_by_the_others(dtype, tmp_path, target_folder):
+    drafter = with_some_tokens(drafter_of(tmp_path / "ours", draft_vocab_size=40, dtype=dtype))
+    drafter.config.target_name_or_path = target_folder
+    drafter.save_pretrained(tmp_path / "ours")
+    done = export_drafter(str(tmp_path / "ours"), tmp_path / "out", "speculators")
+    assert any("40 tokens" in remark and "accept less" in remark for remark in done.remarks)
+    theirs, head = tensors_of(tmp_path / "out"), tensors_of(Path(target_folder))["lm_head.weight"]
+    tokens = theirs["d2t"] + torch.arange(40)
+    assert tokens.equal(theirs["t2d"].nonzero()[:, 0]) and theirs["lm_head.weight"].equal(head[tokens])
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["draft_vocab_size"] == 40
+    save_file(theirs, tmp_path / "saved.safetensors", metadata={"format": "pt"})
+    assert (tmp_path / "saved.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
+    import_drafter(str(tmp_path / "out"), tmp_path / "back")
+    assert_same(tmp_path / "back", drafter)
+    for to in ("zlab", "transformers"):
+        done = export_drafter(str(tmp_path / "ours"), tmp_path / to, to)
+        assert any("list of 40 tokens to draft from is left out" in remark for remark in done.remarks)
+        import_drafter(str(tmp_path / to), tmp_path / f"from-{to}", target=target_folder)
+        assert DFlashDraftModel.from_pretrained(tmp_path / f"from-{to}").d2t is None
+
+
+def change_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    (
+        (lambda t: t["lm_head.weight"][7, 7].add_(1), "lm_head.weight differs from that of the target"),
+        (lambda t: t.pop("d2t"), "missing: d2t"),
+        (lambda t: t.update(d2t=t["d2t"].float()), "d2t is F32; expected one of I64, offsets"),
+        (lambda t: t.update(d2t=t["d2t"] + torch.arange(40)), "`d2t` of .*: the token ids of a draft vocabulary must be in"),
+        (lambda t: t["d2t"][0].add_(90), "`d2t` must hold offsets"),
+        (lambda t: t["t2d"].logical_not_(), "`t2d` is no mask of the tokens that `d2t` lists"),
+        (lambda t: t.update(d2t=t["d2t"][1:].clone()), r"d2t has shape \[39\]; the config says \[40\]"),
+    ),
+)  # fmt: skip
+def test_a_reduced_vocabulary_that_does_not_agree_with_itself_is_refused(change, sentence, tmp_path, target_folder):
+    with_some_tokens(drafter_of(tmp_path / "ours", draft_vocab_size=40)).save_pretrained(tmp_path / "ours")
+    export_drafter(str(tmp_path / "ours"), tmp_path / "out", "speculators", target=target_folder)
+    change_tensors(tmp_path / "out", change)
+    with pytest.raises(ValueError, match=sentence):
+        import_drafter(str(tmp_path / "out"), tmp_path / "back")
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "part"),
     (
@@ -455,8 +499,8 @@ def test_copies_of_another_target_are_refused(tmp_path, target_folder):
         ("confidence_head.weight", (1, 32), "DSpark's confidence head"),
         ("layers.0.self_attn.g_proj.weight", (4, 32), "Laguna's gates on the attention"),
         ("aux_hidden_norms.0.weight", (32,), "Laguna's norms on the tapped features"),
-        ("d2t", (16,), "a reduced draft vocabulary"),
-        ("t2d", (97,), "t2d is a reduced draft vocabulary"),
+        ("d2t", (16,), "d2t is the list of a reduced draft vocabulary whose size the config does not state"),
+        ("t2d", (97,), "t2d is the list of a reduced draft vocabulary"),
         ("embed_proj.weight", (8, 32), "Domino's GRU head"),
         ("logit_head.weight", (8, 32), "an older Domino or DSpark head"),
         ("layers.0.mlp.up_proj.weight_scale", (1,), "quantized weights"),

@@ -154,7 +154,15 @@ def drafter_for(target, block_size: int = 5, **overrides) -> DFlashDraftModel:
     config.num_draft_tokens = block_size - 1  # counts are compared
     for name, value in overrides.items():
         setattr(config, name, value)
-    return DFlashDraftModel(config).eval()
+    return with_some_tokens(DFlashDraftModel(config).eval())
+
+
+def with_some_tokens(drafter: DFlashDraftModel) -> DFlashDraftModel:
+    """Let a drafter that has a draft vocabulary list tokens from all over the vocabulary."""
+    if count := drafter.config.draft_vocab_size:
+        order = torch.randperm(drafter.config.vocab_size, generator=torch.Generator().manual_seed(4))
+        drafter.set_draft_vocabulary(order[:count].sort().values)
+    return drafter
 
 
 class RoundedLayer(QuantizedLayer):

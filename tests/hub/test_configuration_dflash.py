@@ -72,7 +72,11 @@ FULL, SLIDING = "full_attention", "sliding_attention"
         ({"conv_group_size": 16}, r"`conv_kernel_size` and `conv_group_size` belong together.* got \[None, 16\]"),
         ({"conv_kernel_size": 2, "conv_group_size": 5}, r"`conv_group_size` \(5\) must divide `hidden_size` \(32\)"),
         ({"conv_kernel_size": 0, "conv_group_size": 8}, "`conv_kernel_size` must be a positive integer, got 0"),
-        ({"draft_vocab_size": 32000}, "reduced draft vocabulary"),
+        (
+            {"draft_vocab_size": 32000},
+            r"`draft_vocab_size` must be in \[1, 97\], the target's tokens, or None; got 32000",
+        ),
+        ({"draft_vocab_size": 0}, r"`draft_vocab_size` must be in \[1, 97\]"),
         ({"target_name_or_path": 5}, "`target_name_or_path` must be a name in one line"),
         ({"target_name_or_path": [1]}, "`target_name_or_path` must be a name in one line"),
         ({"target_name_or_path": {}}, "`target_name_or_path` must be a name in one line"),
@@ -101,7 +105,7 @@ def test_defaults_follow_the_layers():
     assert config.windows == [8, None]
     assert tiny_config(num_draft_tokens=None).num_draft_tokens == "auto"
     assert tiny_config(num_draft_tokens="auto").num_draft_tokens == "auto"
-    assert tiny_config(draft_vocab_size=97).vocab_size == 97
+    assert tiny_config(draft_vocab_size=97).draft_vocab_size is None  # nothing is left out
     assert tiny_config(sample_from_anchor=False).block_size == 5
 
 
@@ -312,7 +316,7 @@ def test_a_file_of_ours_that_lost_a_field_is_refused(tmp_path):
     path = tmp_path / "config.json"
     saved = json.loads(path.read_text())
     harmless = {
-        "attention_bias", "attention_dropout", "initializer_range", "num_draft_tokens", "target_name_or_path", "target_revision",
+        "attention_bias", "attention_dropout", "initializer_range", "num_draft_tokens", "draft_vocab_size", "target_name_or_path", "target_revision",
         "target_chat", "target_thinking", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "format_version",
         # The tensors tell: a drafter with a part that its config does not state is refused. And files of earlier versions lack them.
         "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
