@@ -9,6 +9,7 @@ import itertools
 import json
 import random
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import accelerate
@@ -21,6 +22,7 @@ from ..common.files import appending, complete_lines, read_json, refuse_repeated
 from ..common.identity import identify
 from ..common.loading import dtype_of, load_tokenizer, room_for_answer
 from ..common.provenance import environment, peak_bytes
+from ..common.server import Server
 from ..hub_files import check_finite, write_text
 from ..modeling_dflash import DFlashDraftModel
 from .methods import make_method
@@ -41,6 +43,7 @@ class Bench:
         temperature: float,
         thinking: bool | None,
         chat_template: str | None = None,
+        servers: Sequence[Server] = (),
     ):
         self.state = accelerate.PartialState(cpu=not torch.accelerator.is_available())
         self.target_path, self.drafter_path = target, drafter
@@ -58,6 +61,7 @@ class Bench:
         if thinking is None and self.drafter is not None:
             thinking = self.drafter.config.target_thinking  # in another mode it would accept little
         self.thinking = thinking
+        self.servers = servers
         self._zlab = None
 
     def template_settings(self, row: dict) -> dict:
@@ -144,6 +148,7 @@ def run_bench(
         "target": bench.target_path,
         "drafter": bench.drafter_path,
         **bench.weights(),
+        **({"servers": [f"{server.model} at {server.root}" for server in bench.servers]} if bench.servers else {}),
         "commit": stamp["commit"],
         "methods": methods,
         "sets": {name: [row["id"] for row in rows] for name, rows in sets},

@@ -1,7 +1,7 @@
 """The methods that `dflash-hub bench` sets side by side. One is a name and the arguments it adds to `generate`.
 
 Names: baseline, lookup, assistant, native, zlab, ours (the drafter's own default), ours-N (N drafted tokens), ours-auto (as
-many as pay), and ceiling-P, an oracle that runs the drafter and then proposes the target's own text, each token right with probability P.
+many as pay), served, served-N (a running server), and ceiling-P, an oracle that runs the drafter and then proposes the target's own text, each token right with probability P.
 """
 
 import contextlib
@@ -38,6 +38,9 @@ class Run:
     target_seconds: float = 0.0  # in the target's passes
     draft_seconds: float = 0.0  # in the drafter's passes, embedding and head included
     pass_seconds: dict[int, list[float]] = field(default_factory=dict)  # target passes by length, the prompt's left out
+    round_totals: list[int] | None = (
+        None  # [tokens that rounds added, rounds], of a server, which says no more than that
+    )
 
 
 class Clock:
@@ -256,10 +259,11 @@ def make_method(name: str, bench):
     """
     kind, _, value = name.partition("-")
     known = kind in ("baseline", "assistant", "zlab", "native") and not value
-    known = known or (kind in ("lookup", "ours") and (not value or value.isdigit())) or name == "ours-auto"
+    known = known or (kind in ("lookup", "ours", "served") and (not value or value.isdigit())) or name == "ours-auto"
     if not known and not (kind == "ceiling" and re.fullmatch(r"0?\.\d+|[01](\.0*)?", value)):
         raise ValueError(
-            f"no method {name!r}; there are baseline, lookup, assistant, native, zlab, ours, ours-N, ours-auto and ceiling-P."
+            f"no method {name!r}; there are baseline, lookup, assistant, native, zlab, ours, ours-N, ours-auto, served, "
+            "served-N and ceiling-P."
         )
     if kind == "baseline":
         return Generate(name, bench)
@@ -273,6 +277,12 @@ def make_method(name: str, bench):
         return Generate(name, bench, bench.assistant, assistant_model=bench.assistant)
     if kind == "zlab":
         return Zlab(bench)
+    if kind == "served":
+        from .baselines.served import Served
+
+        if not 1 <= int(value or 1) <= len(bench.servers):
+            raise ValueError(f"the method {name!r} needs its --server URL; {len(bench.servers)} given.")
+        return Served(name, bench, bench.servers[int(value or 1) - 1])
     if bench.drafter is None:
         raise ValueError(f"the method {name!r} needs --drafter.")
     if kind == "native":

@@ -25,8 +25,14 @@ DEFINITIONS = """\
 
 
 def tau_of(records: list[dict]) -> float:
-    rounds = sum(len(r["rounds"]) for r in records)
-    return sum(sum(r["rounds"]) for r in records) / rounds if rounds else float("nan")
+    totals = [round_totals(record) for record in records]
+    rounds = sum(rounds for _, rounds in totals)
+    return sum(tokens for tokens, _ in totals) / rounds if rounds else float("nan")
+
+
+def round_totals(record: dict) -> list[int]:
+    """[tokens that rounds added, rounds] of a text; of a server the two are all that is known."""
+    return record.get("round_totals") or [sum(record["rounds"]), len(record["rounds"])]
 
 
 def speedup_of(pairs: list[tuple[dict, dict]]) -> float:
@@ -66,7 +72,9 @@ def summarise(folder: Path) -> list[dict]:
                 "set": set_name,
                 "method": method,
                 "texts": len(records),
-                "tau": over_prompts(records, lambda r: r["id"], tau_of) if any(r["rounds"] for r in records) else None,
+                "tau": over_prompts(records, lambda r: r["id"], tau_of)
+                if any(round_totals(r)[1] for r in records)
+                else None,
                 "tokens_per_second": tokens / seconds,
                 "speedup": over_prompts(pairs, lambda pair: pair[1]["id"], speedup_of) if pairs else None,
                 "first_token": sum(r["first_token"] for r in records) / len(records),
@@ -98,6 +106,8 @@ def markdown(folder: Path, rows: list[dict], compare: Path | None) -> str:
         f"`{origin['command']}`\n\ncommit {origin['commit']}, {origin['date']}, {origin['device']}, {origin['processes']} "
         f"process(es), Python {origin['python']}, torch {origin['torch']}, transformers {origin['transformers']}",
     ]
+    for number, server in enumerate(settings.get("servers", []), 1):
+        parts.append(f"served{f'-{number}' if number > 1 else ''}: {server}; its weights and types are its own")
     if sum(row["texts"] for row in rows) < wanted:
         parts.append(
             f"**Not complete**: {sum(row['texts'] for row in rows)} texts of at least {wanted}; run the command again."
@@ -109,7 +119,7 @@ def markdown(folder: Path, rows: list[dict], compare: Path | None) -> str:
                 [
                     row["set"], row["method"], row["texts"], interval(row["tau"]), f"{row['tokens_per_second']:.1f}",
                     interval(row["speedup"]), f"{row['first_token']:.2f} s",
-                    f"{row['target_passes']:.1f}, {row['drafter_passes']:.1f}",
+                    f"{row['target_passes']:.1f}, {row['drafter_passes']:.1f}" if row["target_passes"] else "-",
                     f"{row['same']} of {row['compared']}" + (f", {row['excused']} at ties" if row["excused"] else "")
                     if row["compared"] else "-",
                 ]
@@ -194,7 +204,7 @@ def comparison(folder: Path, before: Path) -> str:
     rows = []
     for (set_name, method), pairs in groups.items():
         change, speed = None, over_prompts(pairs, lambda pair: pair[1]["id"], speedup_of)
-        if any(r["rounds"] for pair in pairs for r in pair):
+        if any(round_totals(r)[1] for pair in pairs for r in pair):
             change = over_prompts(pairs, lambda pair: pair[1]["id"], tau_change)
         moved = [
             what

@@ -269,7 +269,10 @@ def bench(
     output: Annotated[Path, typer.Option(help="Folder of the run; an interrupted one is resumed.")],
     prompts: Annotated[list[str] | None, typer.Option(help="A set by name, a JSONL file, or demo; repeatable.")] = None,
     methods: Annotated[
-        str, typer.Option(help="baseline, lookup, assistant, native, zlab, ours, ours-N, ours-auto, ceiling-P.")
+        str,
+        typer.Option(
+            help="baseline, lookup, assistant, native, zlab, ours, ours-N, ours-auto, served, served-N, ceiling-P."
+        ),
     ] = ("baseline,lookup,native,ours"),
     target: Annotated[str | None, typer.Option(help="Repository or folder. Default: SmolLM2-135M-Instruct.")] = None,
     drafter: Annotated[str | None, typer.Option(help="Repository or folder. Default: the shipped one.")] = None,
@@ -289,7 +292,13 @@ def bench(
     ] = None,
     chat_template: commands.ChatTemplate = None,
     compare: Annotated[Path | None, typer.Option(help="Folder of an earlier run: what moved beyond noise?")] = None,
-    server: Annotated[str | None, typer.Option(help="Measure a running OpenAI-compatible server instead.")] = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A running OpenAI-compatible server: the method served (a second one: served-2). Without that method it is "
+            "measured alone, at several concurrencies."
+        ),
+    ] = None,
     model: Annotated[str | None, typer.Option(help="The server's model, where it serves several.")] = None,
     concurrency: Annotated[str, typer.Option(help="Requests at a time, for a server.")] = "1,2,4,8,16,32",
 ):
@@ -299,12 +308,19 @@ def bench(
     choice_seed = None if first else seed
     sets = [load_prompts(source, count, choice_seed) for source in sources]
     command = typed_command()
+    names = [name.strip() for name in methods.split(",")]
+    servers = []
     if server:
-        from ..benchmark.server import measure_server
         from ..common.server import Server
 
+        servers = [Server(url, model) for url in server]
+    if servers and not any(name.startswith("served") for name in names):
+        from ..benchmark.server import measure_server
+
+        if len(servers) > 1:
+            raise ValueError("--server measures one server alone; add the methods served,served-2 to compare several.")
         levels = number_list(concurrency, "--concurrency")
-        typer.echo(measure_server(output, Server(server, model), sets, levels, max_new_tokens, temperature, command))
+        typer.echo(measure_server(output, servers[0], sets, levels, max_new_tokens, temperature, command))
         return
     from ..benchmark.bench import Bench, run_bench
     from ..benchmark.report import write_report
@@ -313,7 +329,6 @@ def bench(
     from ..common.smollm2 import smollm2
 
     dtype_of(dtype)  # before a target is fetched
-    names = [name.strip() for name in methods.split(",")]
     batches = number_list(rows, "--rows") if rows else []
     if batches:
         methods_of_rows(names)
@@ -327,6 +342,7 @@ def bench(
         temperature,
         thinking,
         chat_template,
+        servers,
     )
     run_bench(output, models, names, sets, choice_seed, seed, command)
     if batches and models.state.is_main_process:

@@ -1,5 +1,6 @@
 """Measuring: what is counted is what happened, runs resume, and reports say where their numbers come from."""
 
+import contextlib
 import json
 import math
 import os
@@ -536,14 +537,96 @@ class FakeEngine(BaseHTTPRequestHandler):
         self.wfile.write(b"data: [DONE]\n\n")
 
 
-@pytest.fixture
-def fake_engine():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeEngine)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+class FakeContinuing(BaseHTTPRequestHandler):
+    """Continues a text given as tokens as the target does: in llama.cpp's words, or in OpenAI's with vLLM's metrics."""
+
+    llamacpp, bench, drafts, accepted, posts = True, None, 0, 0, 0
+
+    def log_message(self, *args):
+        pass
+
+    def do_GET(self):
+        body = json.dumps({"data": [{"id": "fake", "owned_by": "llamacpp" if self.llamacpp else "vllm"}]})
+        if self.path == "/metrics":
+            body = f"vllm:spec_decode_num_accepted_tokens_total {self.accepted}\nvllm:spec_decode_num_drafts_total {self.drafts}\n"
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.path == ("/completion" if self.llamacpp else "/v1/completions") and request["temperature"] == 0
+        ids = torch.tensor([request["prompt"]])
+        new = request["n_predict" if self.llamacpp else "max_tokens"]
+        tokens = self.bench.target.generate(ids, max_new_tokens=new, do_sample=False)[0, ids.shape[1] :].tolist()
+        type(self).posts += 1
+        if self.posts == 3:  # the second text after the warm-up is another than the target's
+            tokens[-1] += 1
+        # Rounds of three tokens after the prefill's one.
+        rounds = -(-(len(tokens) - 1) // 3)
+        type(self).drafts, type(self).accepted = self.drafts + rounds, self.accepted + len(tokens) - 1 - rounds
+        words = [" " * bool(i) + self.bench.tokenizer.decode([token]) for i, token in enumerate(tokens)]
+        events = [{"content": word, "tokens": [token], "stop": False} for word, token in zip(words, tokens)]
+        timings = {"predicted_n": len(tokens), "draft_n": 4 * rounds, "draft_n_accepted": len(tokens) - 1 - rounds}
+        events.append({"content": "", "tokens": [], "stop": True, "timings": timings})
+        if not self.llamacpp:
+            events = [{"choices": [{"text": word}]} for word in words]
+            events.append({"choices": [], "usage": {"completion_tokens": len(tokens)}})
+        self.send_response(200)
+        self.end_headers()
+        for event in events:
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+
+
+@contextlib.contextmanager
+def serving(handler):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture
+def fake_engine():
+    with serving(FakeEngine) as url:
+        yield url
+
+
+@pytest.mark.parametrize("llamacpp", (True, False))
+def test_a_served_model_stands_in_the_same_table(llamacpp, models):
+    """Its tokens, seconds and acceptance as it reports them; a text of its own is seen."""
+    from dflash_hub.benchmark.report import write_report
+
+    handler = type("Handler", (FakeContinuing,), {"llamacpp": llamacpp, "bench": bench_of(models)})
+    with serving(handler) as url:
+        bench = bench_of(models)
+        bench.servers = [Server(url, None)]
+        sets = [load_prompts(str(models / "words.jsonl"), 3, None)]
+        run_bench(models / "run", bench, ["baseline", "served"], sets, None, 0, "the command")
+        with pytest.raises(ValueError, match="the method 'served-2' needs its --server URL; 1 given"):
+            make_method("served-2", bench)
+    records = {(r["method"], r["id"]): r for r in read_records(models / "run")}
+    for (method, row_id), record in records.items():
+        if method == "served":
+            plain, same = records["baseline", row_id], row_id != "words-1"
+            assert record["same_text"] is same and (record["new_ids"] == plain["new_ids"]) is same
+            assert len(record["new_ids"]) == 12 and record["round_totals"] == [11, 4]
+            assert 0 < record["first_token"] < record["seconds"]
+    text = write_report(models / "run")
+    row = next(line for line in text.splitlines() if line.startswith("| words | served |"))
+    assert "| 2.75" in row and f"served: fake at {url}" in text
+
+
+def test_a_server_that_cannot_write_the_same_text_is_refused(models):
+    sampling = bench_of(models, temperature=0.7)
+    sampling.servers = [None]
+    with pytest.raises(ValueError, match="measured greedily only"):
+        make_method("served", sampling)
+    bench = bench_of(models)
+    bench.servers, bench.target.generation_config.repetition_penalty = [None], 1.1
+    with pytest.raises(ValueError, match="has `repetition_penalty` 1.1, which served would not apply"):
+        make_method("served", bench)
 
 
 def test_a_server_is_measured_at_every_concurrency(fake_engine, tmp_path):
