@@ -23,6 +23,7 @@ from ..common.identity import identify
 from ..common.loading import dtype_of, load_tokenizer, room_for_answer
 from ..common.provenance import environment, peak_bytes
 from ..common.server import Server
+from ..common.target_source import TargetSource
 from ..hub_files import check_finite, write_text
 from ..modeling_dflash import DFlashDraftModel
 from .methods import make_method
@@ -35,7 +36,7 @@ class Bench:
 
     def __init__(
         self,
-        target: str,
+        target: str | TargetSource,
         drafter: str | None,
         assistant: str | None,
         dtype: str,
@@ -46,13 +47,14 @@ class Bench:
         servers: Sequence[Server] = (),
     ):
         self.state = accelerate.PartialState(cpu=not torch.accelerator.is_available())
-        self.target_path, self.drafter_path = target, drafter
+        self.source, self.drafter_path = TargetSource.of(target), drafter
         load = {"dtype": dtype_of(dtype), "device_map": {"": self.state.device}}
-        self.tokenizer = load_tokenizer(target, chat_template)
-        self.target = transformers.AutoModelForCausalLM.from_pretrained(target, **load).eval()
         self.drafter = DFlashDraftModel.from_pretrained(drafter, **load).eval() if drafter else None
         if self.drafter is not None:
             check_finite(dict(self.drafter.named_parameters()), drafter)
+            self.source = self.source.for_drafter(self.drafter.config)
+        self.tokenizer = load_tokenizer(self.source, chat_template)
+        self.target = self.source.model(**load).eval()
         self.assistant = (
             transformers.AutoModelForCausalLM.from_pretrained(assistant, **load).eval() if assistant else None
         )
@@ -145,7 +147,8 @@ def run_bench(
     runners = {name: make_method(name, bench) for name in methods}
     stamp = provenance(command, bench)
     settings = {
-        "target": bench.target_path,
+        "target": bench.source.path,
+        **({"target_revision": bench.source.revision} if bench.source.revision else {}),
         "drafter": bench.drafter_path,
         **bench.weights(),
         **({"servers": [f"{server.model} at {server.root}" for server in bench.servers]} if bench.servers else {}),

@@ -234,8 +234,12 @@ class Zlab:
             raise ValueError(f"z-lab's package is not installed at {ZLAB_PYTHON}; run `make peers`.")
         if bench.settings["do_sample"]:
             raise ValueError("zlab is measured greedily only.")
+        if bench.source.revision or bench.source.trust_remote_code:
+            raise ValueError(
+                "zlab's worker loads a target's main branch, and no code of its own; leave the method out."
+            )
         worker = Path(__file__).with_name("baselines") / "zlab_worker.py"
-        arguments = [bench.zlab_folder(), bench.target_path, str(bench.target.dtype).removeprefix("torch.")]
+        arguments = [bench.zlab_folder(), bench.source.path, str(bench.target.dtype).removeprefix("torch.")]
         self.process = subprocess.Popen(
             [ZLAB_PYTHON, worker, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -12,7 +12,9 @@ import typer
 
 from ..common.console import run_plainly, typed_command
 from ..common.prompts import load_prompts, prompt_source
+from ..common.target_source import TargetName, TargetRevision, TrustRemoteCode
 from . import training as commands
+from .options import source_or_default, target_source
 
 app = typer.Typer(
     help="DFlash drafters for transformers: several tokens per target pass, the same text.",
@@ -31,6 +33,8 @@ def demo(
     target: Annotated[
         str | None, typer.Option(help="Target repository or folder. Default: SmolLM2-135M-Instruct.")
     ] = None,
+    target_revision: TargetRevision = None,
+    trust_remote_code: TrustRemoteCode = False,
     drafter: Annotated[str | None, typer.Option(help="Drafter repository or folder. Default: the shipped one.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write per prompt.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
@@ -40,7 +44,8 @@ def demo(
     """Race a target with its drafter against the target alone, and show which tokens were drafted."""
     from ..demo.terminal import run
 
-    run(prompt, target, drafter, max_new_tokens, temperature, seed, dtype)
+    source = target_source(target, target_revision, trust_remote_code)
+    run(prompt, source, drafter, max_new_tokens, temperature, seed, dtype)
 
 
 @app.command(epilog="\b\ndflash-hub generate 'What is 15 + 27?' --max-new-tokens 64")
@@ -56,6 +61,8 @@ def generate(
     target: Annotated[
         str | None, typer.Option(help="Target repository or folder. Default: SmolLM2-135M-Instruct.")
     ] = None,
+    target_revision: TargetRevision = None,
+    trust_remote_code: TrustRemoteCode = False,
     drafter: Annotated[str | None, typer.Option(help="Drafter repository or folder. Default: the shipped one.")] = None,
     system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
@@ -89,8 +96,9 @@ def generate(
         raise typer.BadParameter("--top-p and --top-k are of sampling; pass --temperature as well.")
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature else {}
     sampling = {name: value for name, value in sampling.items() if value is not None}
+    source = target_source(target, target_revision, trust_remote_code)
     run(
-        prompts, file, chat, target, drafter, system, raw, thinking, max_new_tokens, sampling, seed, dtype, as_json, quiet,
+        prompts, file, chat, source, drafter, system, raw, thinking, max_new_tokens, sampling, seed, dtype, as_json, quiet,
         chat_template,
     )  # fmt: skip
 
@@ -109,7 +117,11 @@ def init(
         str | None, typer.Option(help="Id or text of the mask token. Default: an unused one.")
     ] = None,
     from_target_layers: Annotated[bool, typer.Option(help="Start from the target's last layers.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Revision of the target.")] = None,
+    target_revision: Annotated[
+        str | None, typer.Option("--target-revision", "--revision", help="Revision of the target.")
+    ] = None,
+    trust_remote_code: TrustRemoteCode = False,
+    target_name: TargetName = None,
     seed: Annotated[int, typer.Option(help="Seed of the fresh weights.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print config and size, write nothing.")] = False,
     force: Force = False,
@@ -120,9 +132,8 @@ def init(
     if (output is None) != dry_run:
         raise ValueError("pass --output FOLDER, or --dry-run to write nothing.")
     tapped = commands.layer_list(target_layers)
-    plan = init_drafter(
-        target, output, layers, block_size, tapped, window, mask_token, from_target_layers, revision, seed, force
-    )
+    source = target_source(target, target_revision, trust_remote_code, target_name)
+    plan = init_drafter(source, output, layers, block_size, tapped, window, mask_token, from_target_layers, seed, force)
     if dry_run:
         typer.echo(plan.config.to_json_string())
     for reason in plan.reasons:
@@ -139,6 +150,9 @@ def import_(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint of any known format: repository or folder.")],
     destination: Annotated[str | None, typer.Argument(metavar="DST", help="Folder to write.")] = None,
     target: Annotated[str | None, typer.Option(help="The model that the drafter was made for.")] = None,
+    target_revision: TargetRevision = None,
+    trust_remote_code: TrustRemoteCode = False,
+    target_name: TargetName = None,
     chat: Annotated[bool | None, typer.Option(help="Record: made for text in the target's chat template.")] = None,
     thinking: Annotated[bool | None, typer.Option(help="Record: made for the target's thinking mode.")] = None,
     revision: Annotated[str | None, typer.Option(help="Revision of SRC.")] = None,
@@ -156,8 +170,9 @@ def import_(
 
     if destination is None and not dry_run:
         raise ValueError("pass a folder to write, or --dry-run to write nothing.")
+    original = target_source(target, target_revision, trust_remote_code, target_name)
     done = import_drafter(
-        source, destination, force, target, chat, thinking, revision, config, allow_pickle, check_target, dry_run
+        source, destination, force, original, chat, thinking, revision, config, allow_pickle, check_target, dry_run
     )
     if dry_run:
         typer.echo(mapping(done.lines, done.config))
@@ -188,6 +203,8 @@ def export(
             help="Where speculators' copies of its tensors come from, and gguf's tokenizer: also TARGET.gguf."
         ),
     ] = None,
+    target_revision: TargetRevision = None,
+    trust_remote_code: TrustRemoteCode = False,
     revision: Annotated[str | None, typer.Option(help="Revision of SRC.")] = None,
     yarn: Annotated[float | None, typer.Option(help="Scale RoPE by this factor, with YaRN.")] = None,
     context_length: Annotated[int | None, typer.Option(help="Positions to state.")] = None,
@@ -200,7 +217,8 @@ def export(
     from ..convert.engines import other_readers
     from ..convert.exporting import export_drafter
 
-    done = export_drafter(source, destination, to, force, target, revision, yarn, context_length, dtype)
+    original = target_source(target, target_revision, trust_remote_code)
+    done = export_drafter(source, destination, to, force, original, revision, yarn, context_length, dtype)
     for remark in done.remarks:
         typer.echo(f"- {remark}.")
     typer.echo(
@@ -217,6 +235,8 @@ def export(
 def inspect(
     source: Annotated[str, typer.Argument(metavar="DIR", help="A drafter of any known format: folder or repository.")],
     target: Annotated[str | None, typer.Option(help="The target, where the format does not state its depth.")] = None,
+    target_revision: TargetRevision = None,
+    trust_remote_code: TrustRemoteCode = False,
     revision: Annotated[str | None, typer.Option(help="Revision of DIR.")] = None,
     config: Annotated[str | None, typer.Option(help="A config.json elsewhere, as for training states.")] = None,
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Read .pt and .bin files too.")] = False,
@@ -225,7 +245,8 @@ def inspect(
     from ..convert.description import describe
     from ..convert.reading import read_drafter
 
-    typer.echo(describe(read_drafter(source, target, revision, config, allow_pickle)))
+    original = target_source(target, target_revision, trust_remote_code)
+    typer.echo(describe(read_drafter(source, original, revision, config, allow_pickle)))
 
 
 @app.command(epilog="\b\ndflash-hub card my-drafter --benchmark bench-demo/summary.json")
@@ -275,6 +296,8 @@ def bench(
         ),
     ] = ("baseline,lookup,native,ours"),
     target: Annotated[str | None, typer.Option(help="Repository or folder. Default: SmolLM2-135M-Instruct.")] = None,
+    target_revision: TargetRevision = None,
+    trust_remote_code: TrustRemoteCode = False,
     drafter: Annotated[str | None, typer.Option(help="Repository or folder. Default: the shipped one.")] = None,
     assistant: Annotated[str | None, typer.Option(help="An ordinary small model, for the method assistant.")] = None,
     count: Annotated[int, typer.Option(min=2, help="Prompts a set.")] = 8,
@@ -326,7 +349,6 @@ def bench(
     from ..benchmark.report import write_report
     from ..benchmark.rows import check_counts, measure_rows, methods_of_rows
     from ..common.loading import dtype_of
-    from ..common.smollm2 import smollm2
 
     dtype_of(dtype)  # before a target is fetched
     batches = number_list(rows, "--rows") if rows else []
@@ -334,16 +356,9 @@ def bench(
         methods_of_rows(names)
         check_counts(sets, batches)
     models = Bench(
-        target or smollm2()[0],
-        drafter or str(here),
-        assistant,
-        dtype,
-        max_new_tokens,
-        temperature,
-        thinking,
-        chat_template,
-        servers,
-    )
+        source_or_default(target, target_revision, trust_remote_code), drafter or str(here), assistant, dtype, max_new_tokens,
+        temperature, thinking, chat_template, servers,
+    )  # fmt: skip
     run_bench(output, models, names, sets, choice_seed, seed, command)
     if batches and models.state.is_main_process:
         measure_rows(output, models, names, sets, batches, seed)

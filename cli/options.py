@@ -1,9 +1,33 @@
-"""Options of commands that are the fields of a dataclass."""
+"""Options of commands that are the fields of a dataclass, and where a target comes from."""
 
 import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Annotated, get_origin
+
+from ..common.target_source import TargetSource
+
+
+def target_source(
+    target: str | None, revision: str | None = None, trust_remote_code: bool = False, name: str | None = None
+) -> TargetSource | None:
+    """Return where `--target` comes from; None where it is not passed.
+
+    Raises:
+        ValueError: what belongs to `--target` is passed without it.
+    """
+    if target is not None:
+        return TargetSource(target, revision, trust_remote_code, name)
+    if revision or name:
+        raise ValueError(f"--target-{'revision' if revision else 'name'} says more of --target: pass both.")
+    return None
+
+
+def source_or_default(*arguments) -> TargetSource:
+    """As `target_source`, with SmolLM2-135M-Instruct where `--target` is not passed."""
+    from ..common.smollm2 import default_target
+
+    return target_source(*arguments) or default_target()
 
 
 def takes_fields(options: type, *names: str, **defaults) -> Callable:

@@ -10,8 +10,9 @@ from typer import Option
 from ..common.console import typed_command
 from ..common.files import read_yaml
 from ..common.prompts import prompt_source, read_prompts
+from ..common.target_source import TargetRevision, TargetSource, TrustRemoteCode
 from ..training.options import ChatTemplate, TrainOptions, with_new_names
-from .options import takes_fields
+from .options import source_or_default, takes_fields
 
 RECORDED = ("data", "weights")  # of `run.yaml`, and no options
 
@@ -62,6 +63,8 @@ def regenerate(
     prompts: Annotated[list[str], Option(help="JSONL file of prompts, or a data set: NAME or NAME:SPLIT; repeatable.")],
     output: Annotated[Path, Option(help="Folder of the answers; an interrupted one is continued.")],
     target: Annotated[str | None, Option(help="Repository or folder. Default: SmolLM2-135M-Instruct.")] = None,
+    target_revision: TargetRevision = None,
+    trust_remote_code: TrustRemoteCode = False,
     server: Annotated[
         str | None,
         Option(help="An OpenAI-compatible server that serves the target; it is sent OPENAI_API_KEY, if set."),
@@ -85,17 +88,17 @@ def regenerate(
 ):
     """Let the target answer prompts: what a drafter is trained on. Exit code 1 where none has an answer."""
     rows, left_out = chosen_prompts(prompts, column, count, seed, keep_assistant_turns)
-    target = target or default_target()
+    source = source_or_default(target, target_revision, trust_remote_code)
     sampling = {"do_sample": False}
     if temperature:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
         sampling = {name: value for name, value in sampling.items() if value is not None}
     answer_prompts(
-        rows, output, target, server=server, model=model, max_new_tokens=max_new_tokens, max_prompt_tokens=max_prompt_tokens,
+        rows, output, source, server=server, model=model, max_new_tokens=max_new_tokens, max_prompt_tokens=max_prompt_tokens,
         sampling=sampling, thinking=thinking, batch_size=batch_size, dtype=dtype, seed=seed, chat_template=chat_template,
         left_out=left_out,
     )  # fmt: skip
-    typer.echo(f"next: dflash-hub train --target {target} --responses {output} --output drafter-run")
+    typer.echo(f"next: dflash-hub train {source.options()} --responses {output} --output drafter-run")
 
 
 def chosen_prompts(
@@ -111,14 +114,8 @@ def chosen_prompts(
     return rows if count is None else random.Random(seed).sample(rows, min(count, len(rows))), left_out
 
 
-def default_target() -> str:
-    from ..common.smollm2 import smollm2
-
-    return smollm2()[0]
-
-
 def answer_prompts(
-    rows: list[dict], output: Path, target: str, *, max_new_tokens: int, max_prompt_tokens: int, sampling: dict,
+    rows: list[dict], output: Path, target: TargetSource, *, max_new_tokens: int, max_prompt_tokens: int, sampling: dict,
     thinking: bool | None, batch_size: int, dtype: str, seed: int, server: str | None = None, model: str | None = None,
     chat_template: str | None = None, left_out: list[dict] = (),
 ):  # fmt: skip
@@ -143,7 +140,7 @@ def answer_prompts(
     generation = {"max_new_tokens": max_new_tokens, **sampling}
     if under:
         generation["generation_config"] = under
-    settings = answers.answer_settings(target, identity, tokenizer, thinking, generation)
+    settings = answers.answer_settings(target.path, identity, tokenizer, thinking, generation)
     counts = answers.regenerate(output, source, tokenizer, rows, settings, thinking, max_prompt_tokens, seed, left_out)
     if getattr(source, "retokenized", 0):
         typer.echo(
@@ -173,12 +170,15 @@ def train(
     from ..training.train import train as run
 
     fields["prompts"] = [prompt_source(name) for name in fields["prompts"]]
+    source = source_or_default(
+        target, *(fields.pop(name) for name in ("target_revision", "trust_remote_code", "target_name"))
+    )
     options = TrainOptions(
-        target=target or default_target(),
+        target=source.path,
         target_layers=layer_list(target_layers),
         arguments=dict(read_argument(text) for text in argument or []),
         **fields,
-    )
+    ).with_source(source)
     figures = run(options, typed_command(), resume)
     if figures:
         typer.echo(json_lines(figures))
@@ -186,7 +186,7 @@ def train(
             typer.echo("(teacher-forced is higher than real: anchors at random meet long accepted runs more often)")
         typer.echo(
             f"wrote {options.output}/drafter, {options.output}/curves.png\n"
-            f"next: dflash-hub bench --target {options.target} --drafter {options.output}/drafter --prompts OTHERS --output bench-run"
+            f"next: dflash-hub bench {options.source.options()} --drafter {options.output}/drafter --prompts OTHERS --output bench-run"
         )
 
 
@@ -212,6 +212,8 @@ def json_lines(figures: dict) -> str:
 def check(
     drafter: Annotated[str, Option(help="Repository or folder.")],
     target: Annotated[str | None, Option(help="Repository or folder. Default: SmolLM2-135M-Instruct.")] = None,
+    target_revision: TargetRevision = None,
+    trust_remote_code: TrustRemoteCode = False,
     prompts: Annotated[list[str] | None, Option(help="JSONL file of prompts. Default: a few of ours.")] = None,
     count: Annotated[int, Option(min=1, help="Prompts, at most.")] = 4,
     max_new_tokens: Annotated[int, Option(min=4, help="Tokens of an answer.")] = 48,
@@ -221,12 +223,15 @@ def check(
 ):
     """Is this drafter right for this target, and if it accepts little, why? Exit code 1 where something is wrong."""
     from ..common.loading import load_target
+    from ..configuration_dflash import DFlashConfig
     from ..modeling_dflash import DFlashDraftModel
     from ..training.check import check as run
     from ..training.check import read_record
 
     rows = chosen_prompts(prompts or ["demo"], None, None, 0)[0][:count]
-    loaded, tokenizer = load_target(target or default_target(), dtype, chat_template)
+    source = source_or_default(target, target_revision, trust_remote_code)
+    source = source.for_drafter(DFlashConfig.from_pretrained(drafter))
+    loaded, tokenizer = load_target(source, dtype, chat_template)
     model = DFlashDraftModel.from_pretrained(drafter, dtype=loaded.dtype, device_map={"": loaded.device}).eval()
     findings = run(model, loaded, tokenizer, rows, thinking, read_record(drafter), max_new_tokens)
     for finding in findings:
@@ -236,8 +241,9 @@ def check(
 
 
 @takes_fields(
-    TrainOptions, "column", "rehearsal", "rehearsal_share", "batch_size", "max_steps", "num_anchors", "vocabulary", "features",
-    "validation", "eval_prompts", "dtype", "bf16", "seed", "thinking", "chat_template",
+    TrainOptions, "target_revision", "trust_remote_code", "target_name", "column", "rehearsal", "rehearsal_share",
+    "batch_size", "max_steps", "num_anchors", "vocabulary", "features", "validation", "eval_prompts", "dtype", "bf16", "seed",
+    "thinking", "chat_template",
     epochs=4.0, optimizer="adamw", learning_rate=3e-4, evaluations=8, patience=2,
 )  # fmt: skip
 def align(
@@ -269,12 +275,12 @@ def align(
     )
     options = check_alignment(options, rows)
     answer_prompts(
-        rows, output / "answers", target, max_new_tokens=max_new_tokens, max_prompt_tokens=2048,
+        rows, output / "answers", options.source, max_new_tokens=max_new_tokens, max_prompt_tokens=2048,
         sampling={"do_sample": False}, thinking=options.thinking, batch_size=64, dtype=options.dtype, seed=options.seed,
         chat_template=options.chat_template, left_out=left_out,
     )  # fmt: skip
     typer.echo(run(options, output, typed_command()))
     typer.echo(
         f"wrote {output}/drafter and {output}/report.md\n"
-        f"next: dflash-hub bench --target {target} --drafter {output}/drafter --prompts OTHERS --output bench-run"
+        f"next: dflash-hub bench {options.source.options()} --drafter {output}/drafter --prompts OTHERS --output bench-run"
     )

@@ -2,9 +2,9 @@
 
 import accelerate
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .chat import choose_template
+from .target_source import TargetSource
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -39,21 +39,21 @@ def room_for_answer(target, prompt_tokens: int) -> int | None:
     return positions - prompt_tokens
 
 
-def load_target(name: str, dtype: str, chat_template: str | None = None):
+def load_target(source: str | TargetSource, dtype: str, chat_template: str | None = None):
     """(target, tokenizer), on the accelerator of this process where there is one.
 
     Raises:
-        ValueError: an unknown dtype, or see `choose_template`.
+        ValueError: an unknown dtype, code of the target's own that is not trusted, or see `choose_template`.
     """
     torch_dtype = dtype_of(dtype)
     state = accelerate.PartialState(cpu=not torch.accelerator.is_available())
-    target = AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype, device_map={"": state.device})
-    return target.requires_grad_(False).eval(), load_tokenizer(name, chat_template)
+    target = TargetSource.of(source).model(dtype=torch_dtype, device_map={"": state.device})
+    return target.requires_grad_(False).eval(), load_tokenizer(source, chat_template)
 
 
-def load_tokenizer(name: str, chat_template: str | None = None):
+def load_tokenizer(source: str | TargetSource, chat_template: str | None = None):
     """A target's tokenizer, with the chat template that is asked for; see `choose_template`."""
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer = TargetSource.of(source).tokenizer()
     choose_template(tokenizer, chat_template)
     return tokenizer
 

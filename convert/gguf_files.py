@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoTokenizer
 
 from ..common.files import in_a_line
+from ..common.target_source import TargetSource
 from .checkpoint import CODES, Checkpoint, InMemory, Stored, rows_of_a_piece
 from .gguf_layout import ARCHITECTURE, MASK, float32
 from .init import read_target_config
@@ -124,7 +124,7 @@ def _value(field, gguf):
     return value
 
 
-def write_gguf(path: Path, metadata: dict, tensors: dict[str, Stored | InMemory], file_type: str, target: str):
+def write_gguf(path: Path, metadata: dict, tensors: dict[str, Stored | InMemory], file_type: str, target: TargetSource):
     """Write one GGUF file, tensor by tensor, with the tokenizer of the target.
 
     Args:
@@ -226,7 +226,7 @@ def read_gguf_target(path: str) -> tuple[int, int, int]:
     return found
 
 
-def add_tokenizer(writer, target: str, metadata: dict, gguf):
+def add_tokenizer(writer, target: TargetSource, metadata: dict, gguf):
     """Add the target's tokenizer to a file of which nothing is written yet.
 
     Args:
@@ -236,19 +236,21 @@ def add_tokenizer(writer, target: str, metadata: dict, gguf):
     Raises:
         ValueError: the name is not known.
     """
-    if target.endswith(SUFFIX):
+    if target.path.endswith(SUFFIX):
         architecture = ""
-        for name, field in gguf.GGUFReader(target).fields.items():
+        for name, field in gguf.GGUFReader(target.path).fields.items():
             if name == "general.architecture":
                 architecture = field.contents()
             if name.startswith("tokenizer.") and name != MASK:
                 writer.add_key_value(
                     name, field.contents(), field.types[0], field.types[-1] if field.types[1:] else None
                 )
-        sections = f"{architecture}.rope.dimension_sections" in gguf.GGUFReader(target).fields
+        sections = f"{architecture}.rope.dimension_sections" in gguf.GGUFReader(target.path).fields
     else:
-        folder = target if Path(target).is_dir() else snapshot_download(target, allow_patterns=TOKENIZER_FILES)
-        _add_bpe(writer, folder, gguf)
+        if not target.is_local:
+            folder = snapshot_download(target.path, revision=target.revision, allow_patterns=TOKENIZER_FILES)
+            target = TargetSource(folder, trust_remote_code=target.trust_remote_code)
+        _add_bpe(writer, target, gguf)
         rope = read_target_config(target).get_text_config(decoder=True).rope_parameters or {}
         sections = "mrope_section" in rope
     if sections:
@@ -257,8 +259,8 @@ def add_tokenizer(writer, target: str, metadata: dict, gguf):
         writer.add_array(f"{ARCHITECTURE}.rope.dimension_sections", [half, 0, 0, 0])
 
 
-def _add_bpe(writer, folder: str, gguf):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def _add_bpe(writer, target: TargetSource, gguf):
+    tokenizer = target.tokenizer()
     steps = json.loads(tokenizer.backend_tokenizer.to_str())
     splitter = steps["pre_tokenizer"] or {}
     splitters = splitter.get("pretokenizers", [splitter])
@@ -267,10 +269,10 @@ def _add_bpe(writer, folder: str, gguf):
     name = PRE_TOKENIZERS.get((kinds, pattern)) if steps["model"]["type"] == "BPE" else None
     if name is None:
         raise ValueError(
-            f"how llama.cpp calls the tokenizer in {folder!r} ({steps['model']['type']}, split by {', '.join(map(str, kinds))}) is not "
+            f"how llama.cpp calls the tokenizer in {target.path!r} ({steps['model']['type']}, split by {', '.join(map(str, kinds))}) is not "
             "known here; pass the target's own GGUF file as --target, whose tokenizer is taken as it is."
         )
-    size = read_target_config(folder).get_text_config(decoder=True).vocab_size
+    size = read_target_config(target).get_text_config(decoder=True).vocab_size
     texts, added = {number: text for text, number in tokenizer.get_vocab().items()}, tokenizer.added_tokens_decoder
     kind = gguf.TokenType
     types = [
@@ -285,7 +287,7 @@ def _add_bpe(writer, folder: str, gguf):
     writer.add_token_list([texts.get(number, f"[PAD{number}]") for number in range(size)])
     writer.add_token_types(types)
     special = gguf.SpecialVocab(
-        folder, load_merges=True, special_token_types=("bos", "eos", "unk", "sep", "pad", "cls")
+        target.path, load_merges=True, special_token_types=("bos", "eos", "unk", "sep", "pad", "cls")
     )
     # Measured, since it is stated in several places of a tokenizer's files, or in none.
     special.add_special_token = {"bos": tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id}

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ..common.files import new_folder
+from ..common.target_source import TargetSource
 from ..configuration_dflash import DFlashConfig
 from ..modeling_dflash import DFlashDraftModel
 from .checkpoint import InMemory, Stored, write_tensors
@@ -34,7 +35,7 @@ def import_drafter(
     source: str,
     destination: str | Path | None,
     force: bool = False,
-    target: str | None = None,
+    target: str | TargetSource | None = None,
     chat: bool | None = None,
     thinking: bool | None = None,
     revision: str | None = None,
@@ -62,6 +63,8 @@ def import_drafter(
     for name, value in (("target_chat", chat), ("target_thinking", thinking)):
         if value is not None:
             setattr(config, name, value)
+    if target is not None:
+        config.target_revision = TargetSource.of(target).recorded_revision or config.target_revision
     if drafter.match.borrowed and not check_target:
         notes.append(f"{', '.join(drafter.match.borrowed)}: dropped, and not compared with the target")
     elif drafter.match.borrowed:
@@ -71,8 +74,9 @@ def import_drafter(
                 f"{source!r} holds copies of the target's tensors, and does not say of which; pass --target to compare them, or "
                 "--no-check-target to drop them as they are."
             )
+        original = TargetSource.of(original).for_drafter(config)
         check_borrowed(drafter, original)
-        notes.append(f"{', '.join(drafter.match.borrowed)}: equal to those of {original}, dropped")
+        notes.append(f"{', '.join(drafter.match.borrowed)}: equal to those of {original.path}, dropped")
     if not dry_run:
         with new_folder(destination, force) as folder:
             write_drafter(folder, config, drafter.match.drafter)

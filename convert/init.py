@@ -8,16 +8,15 @@ from huggingface_hub import get_safetensors_metadata
 from huggingface_hub.errors import HTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 from safetensors import safe_open
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
 )
 from transformers.utils import cached_file
 
 from ..common.files import in_a_line, new_folder
+from ..common.target_source import TargetSource
 from ..configuration_checks import FULL, SLIDING, STATIC_ROPE_TYPES
 from ..configuration_dflash import DFlashConfig, spread_target_layer_ids
 from ..modeling_dflash import DFlashDraftModel
@@ -38,7 +37,7 @@ class Plan:
 
 
 def init_drafter(
-    target: str,
+    target: str | TargetSource,
     output: str | None,
     layers: int = 5,
     block_size: int = 16,
@@ -46,7 +45,6 @@ def init_drafter(
     window: int | None = None,
     mask_token: str | None = None,
     from_target_layers: bool = False,
-    revision: str | None = None,
     seed: int = 0,
     force: bool = False,
 ) -> Plan:
@@ -55,6 +53,7 @@ def init_drafter(
     Reads the target's config, tokenizer and safetensors index; of its weights only what is checked or copied.
 
     Args:
+        target: where it comes from; a string is a repository or folder.
         layers: depth of the drafter (paper: 5; 8 for a wide mixture of experts).
         target_layers: whose hidden states the drafter reads; by default five, spread by the paper's rule.
         window: makes all layers but the last slide, as in z-lab's newer releases.
@@ -65,9 +64,11 @@ def init_drafter(
         ValueError: the target cannot have such a drafter; says why and what to do.
         FileExistsError: see `new_folder`.
     """
-    target_config = read_target_config(target, revision)
-    skeleton = target_skeleton(target_config)
-    tokenizer = read_tokenizer(target, revision, embedding_rows(skeleton), mask_token)
+    source = TargetSource.of(target)
+    target, revision = source.path, source.revision
+    target_config = read_target_config(source)
+    skeleton = target_skeleton(target_config, source)
+    tokenizer = read_tokenizer(source, embedding_rows(skeleton), mask_token)
     ends = _generation_ids(target, revision)
     text = target_config.get_text_config(decoder=True)
 
@@ -79,8 +80,8 @@ def init_drafter(
     config = derive_config(skeleton, mask_id, layers, block_size, target_layers, window, reasons)
     config = DFlashConfig.from_dict(
         config.to_dict(),
-        target_name_or_path=recorded_name(target),
-        target_revision=revision,
+        target_name_or_path=source.recorded_name,
+        target_revision=source.recorded_revision,
         target_chat=None if tokenizer is None else tokenizer.chat_template is not None,
     )
     reasons += check_borrowed(target, skeleton, revision)
@@ -97,39 +98,38 @@ def init_drafter(
     return Plan(config, reasons, parameters)
 
 
-def read_target_config(target: str, revision: str | None = None):
-    """The config; a drafter is refused before transformers asks whether to run the custom code that its folder carries."""
-    stated, _ = PreTrainedConfig.get_config_dict(target, revision=revision)
+def read_target_config(target: str | TargetSource):
+    """The config; a drafter is refused before the custom code of its folder is looked at."""
+    source = TargetSource.of(target)
+    stated, _ = PreTrainedConfig.get_config_dict(source.path, revision=source.revision)
     if stated.get("model_type") == "dflash" or "dflash_config" in stated:
-        raise ValueError(f"{target} is a DFlash drafter itself; pass the model that writes the text.")
-    return AutoConfig.from_pretrained(target, revision=revision)
+        raise ValueError(f"{source.path} is a DFlash drafter itself; pass the model that writes the text.")
+    return source.config()
 
 
-def read_tokenizer(target: str, revision: str | None, rows: int, mask_token: str | None):
+def read_tokenizer(source: TargetSource, rows: int, mask_token: str | None):
     """The target's tokenizer; None where it has none and the mask token is given as an id.
 
     Raises:
         ValueError: there is none, and the mask token would have to be chosen or looked up.
     """
     try:
-        return AutoTokenizer.from_pretrained(target, revision=revision)
+        return source.tokenizer()
     except (OSError, ValueError, ImportError) as error:
         if mask_token is not None and mask_token.isdigit():
             return None
         raise ValueError(
-            f"{target} has no tokenizer that transformers can read, and a mask token is chosen with it. Put the tokenizer's files "
+            f"{source.path} has no tokenizer that transformers can read, and a mask token is chosen with it. Put the tokenizer's files "
             f"into the folder, or pass --mask-token ID: one of the target's {rows} embedding rows that no text uses. The reason: "
             f"{in_a_line(error)}"
         ) from error
 
 
-def recorded_name(target: str) -> str:
-    """What a drafter records of its target: a folder's path means nothing elsewhere, its name may."""
-    return Path(target).resolve().name if Path(target).is_dir() else target
-
-
-def target_skeleton(config):
+def target_skeleton(config, source: TargetSource | None = None):
     """The target without weights: which modules it has, and their shapes.
+
+    Args:
+        source: where the config is from; a class of its own is made only where its code is trusted.
 
     Raises:
         ValueError: there is nothing that a drafter could be tied to.
@@ -139,9 +139,15 @@ def target_skeleton(config):
     if config.is_encoder_decoder:
         raise ValueError(f"{config.model_type} is an encoder-decoder; a DFlash drafter needs a decoder-only target.")
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        if type(config) in auto._model_mapping:
+        own = (
+            source is not None
+            and source.trust_remote_code
+            and auto.__name__ in (getattr(config, "auto_map", None) or {})
+        )
+        if own or type(config) in auto._model_mapping:
+            arguments = {"trust_remote_code": True, "code_revision": source.revision} if own else {}
             with torch.device("meta"):
-                model = auto.from_config(config)
+                model = auto.from_config(config, **arguments)
             if model.get_output_embeddings() is None or model.get_input_embeddings() is None:
                 raise ValueError(f"{type(model).__name__} has no embedding or LM head that a drafter could borrow.")
             if embedding_width(model) != config.get_text_config(decoder=True).hidden_size:

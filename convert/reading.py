@@ -9,12 +9,13 @@ import torch
 from transformers.utils import cached_file
 
 from ..common.files import in_a_line
+from ..common.target_source import TargetSource
 from ..configuration_dflash import DFlashConfig, check_stated, read_config_dict
 from ..hub_files import nonfinite_sentence
 from . import gguf_layout, native, speculators, zlab
 from .checkpoint import DTYPES, Checkpoint, InMemory, Stored, open_checkpoint, tensors_of
 from .gguf_files import SUFFIX, open_gguf
-from .init import borrowed_names, read_target_config, recorded_name, target_skeleton, weight_files
+from .init import borrowed_names, read_target_config, target_skeleton, weight_files
 from .names import Match, expected_shapes, match
 
 
@@ -67,20 +68,20 @@ class Drafter:
     checkpoint: Checkpoint
 
 
-def read_target(name: str) -> Target:
+def read_target(source: TargetSource) -> Target:
     try:
-        config = read_target_config(name)
+        config = read_target_config(source)
         text = config.get_text_config(decoder=True)
-        return Target(name, text.num_hidden_layers, text.vocab_size, config.architectures or [])
+        return Target(source.path, text.num_hidden_layers, text.vocab_size, config.architectures or [])
     except Exception as error:  # transformers raises many kinds for a value that makes no sense
         raise ValueError(
-            f"cannot read the config of the target {name!r}; pass --target. ({in_a_line(error)})"
+            f"cannot read the config of the target {source.path!r}; pass --target. ({in_a_line(error)})"
         ) from error
 
 
 def read_drafter(
     source: str,
-    target: str | None = None,
+    target: str | TargetSource | None = None,
     revision: str | None = None,
     config_file: str | None = None,
     allow_pickle: bool = False,
@@ -104,16 +105,20 @@ def read_drafter(
                 f"{source!r} states {layers} layers, but its files hold {len(checkpoint.tensors)} tensors."
             )
     layout = recognise(config, source)
-    facts = None
+    facts = stated = None
+    target = None if target is None else TargetSource.of(target)
     if layout != OURS and LAYOUTS[layout].needs_target:
-        name = target or (speculators.verifier(config) if layout == "speculators" else None)
-        if name is None:
+        stated = speculators.verifier(config) if layout == "speculators" else None
+        if target is None and stated is None:
             raise ValueError(f"{source!r} does not say how many layers its target has; pass --target.")
-        facts = read_target(name)
+        facts = read_target(target or TargetSource(stated))
     try:
         fields = read_fields(layout, config, facts)
-        if target is not None and not (Path(target).is_dir() and fields.get("target_name_or_path")):
-            fields = fields | {"target_name_or_path": recorded_name(target)}
+        if target is not None:
+            name = fields.get("target_name_or_path") if facts is None else stated
+            known = name, fields.get("target_revision")
+            name, pinned = target.recorded_over(*known)
+            fields = fields | {"target_name_or_path": name, "target_revision": known[1] if name == known[0] else pinned}
         drafter_config = DFlashConfig.from_dict(fields)
         expected = expected_shapes(drafter_config)
     except Exception as error:  # transformers and torch raise many kinds for a value that makes no sense
@@ -178,7 +183,7 @@ def _main_dtype(found: Match) -> torch.dtype:
     return max(elements, key=elements.get)
 
 
-def target_tensors(target: str, config: DFlashConfig) -> dict[str, Stored]:
+def target_tensors(source: TargetSource, config: DFlashConfig) -> dict[str, Stored]:
     """`embed_tokens.weight` and `lm_head.weight` as they lie in the target's files; one tensor twice where they are tied.
 
     Args:
@@ -187,19 +192,20 @@ def target_tensors(target: str, config: DFlashConfig) -> dict[str, Stored]:
     Raises:
         ValueError: they cannot be found there, are of no float type, or have another shape than the drafter was made for.
     """
+    target = source.path
     try:
-        skeleton = target_skeleton(read_target_config(target))
+        skeleton = target_skeleton(read_target_config(source), source)
     except Exception as error:  # as above
         raise ValueError(f"the config of the target {target!r} cannot be used: {in_a_line(error)}") from error
-    files = weight_files(target)
+    files = weight_files(target, source.revision)
     embedding, head = borrowed_names(skeleton, files)
     tied = skeleton.config.get_text_config(decoder=True).tie_word_embeddings
     head = embedding if tied else head
     if embedding is None or head is None:
         raise ValueError(f"no embedding and head in the safetensors files of the target {target!r}.")
     found = {
-        "embed_tokens.weight": _stored(target, files, embedding),
-        "lm_head.weight": _stored(target, files, head),
+        "embed_tokens.weight": _stored(source, files, embedding),
+        "lm_head.weight": _stored(source, files, head),
     }
     for tensor in found.values():
         if tensor.shape != (config.vocab_size, config.hidden_size):
@@ -210,24 +216,24 @@ def target_tensors(target: str, config: DFlashConfig) -> dict[str, Stored]:
     return found
 
 
-def _stored(target: str, files: dict[str, str], name: str) -> Stored:
-    path = Path(cached_file(target, files[name]))
+def _stored(source: TargetSource, files: dict[str, str], name: str) -> Stored:
+    path = Path(cached_file(source.path, files[name], revision=source.revision))
     stored = tensors_of({path: None}).get(name)
     if stored is None:
         raise ValueError(f"{path}: {name} is in the index, but not in the file.")
     if stored.dtype is None:
-        raise ValueError(f"{name} of the target {target!r} is {stored.code}; expected one of {', '.join(DTYPES)}.")
+        raise ValueError(f"{name} of the target {source.path!r} is {stored.code}; expected one of {', '.join(DTYPES)}.")
     return stored
 
 
-def check_borrowed(drafter: Drafter, target: str):
+def check_borrowed(drafter: Drafter, target: str | TargetSource):
     """Compare copies of the target's tensors with the target's.
 
     Raises:
         ValueError: one differs, or the target's files cannot be read; names it.
     """
-    found = drafter.match
-    compare_borrowed(found.borrowed, target_tensors(target, drafter.config), target, found.listed)
+    found, source = drafter.match, TargetSource.of(target)
+    compare_borrowed(found.borrowed, target_tensors(source, drafter.config), source.path, found.listed)
 
 
 def compare_borrowed(

@@ -13,6 +13,7 @@ import gradio as gr
 import torch
 import transformers
 
+from ..common.target_source import TargetSource
 from . import page
 from .pair import Pair
 from .race import Race
@@ -150,11 +151,18 @@ def main():
     """Serve the page; in a Space, on its port."""
     parser = argparse.ArgumentParser(description="The DFlash demo in a browser.")
     parser.add_argument("--target", help="repository or folder; default: SmolLM2-135M-Instruct")
+    parser.add_argument(
+        "--target-revision", help="revision of --target; default: the one that the drafter was made for"
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that --target brings")
     parser.add_argument("--drafter", help="repository or folder; default: the shipped one")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--port", type=int, default=int(os.environ.get("GRADIO_SERVER_PORT", 7860)))
     options = parser.parse_args()
-    app = App(Pair(options.target, options.drafter, options.dtype))
+    target = options.target
+    if target is not None:
+        target = TargetSource(target, options.target_revision, options.trust_remote_code)
+    app = App(Pair(target, options.drafter, options.dtype))
     app.blocks().launch(server_port=options.port, **look())
 
 

@@ -11,6 +11,7 @@ import torch
 
 from ..common.chat import in_mode, own_turn
 from ..common.loading import end_tokens
+from ..common.target_source import TargetSource
 from ..decode_statistics import Speculation
 from ..target_cache import cached_length
 from ..target_model import CACHE
@@ -122,7 +123,7 @@ def run(
     prompts: list[str],
     file: Path | None,
     chat: bool,
-    target: str | None,
+    target: TargetSource | None,
     drafter: str | None,
     system: str | None,
     raw: bool,

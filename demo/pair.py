@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
 
 from ..common.chat import in_mode
 from ..common.loading import DTYPES, load_tokenizer, room_for_answer
 from ..common.smollm2 import smollm2
+from ..common.target_source import TargetSource
+from ..configuration_dflash import DFlashConfig
 from ..decode_statistics import Speculation
 from ..modeling_dflash import DFlashDraftModel
 
@@ -20,7 +21,7 @@ class Pair:
     """A target, its tokenizer and its drafter on one device.
 
     Args:
-        target: repository or folder; None takes SmolLM2-135M-Instruct.
+        target: where it comes from; None takes SmolLM2-135M-Instruct.
         drafter: repository or folder; None takes the shipped one, which was made for that target.
         dtype: a name of `DTYPES`, or "auto" for that of the target's checkpoint.
         chat_template: name of the chat template, where the target has several.
@@ -30,17 +31,19 @@ class Pair:
         OSError: a model that cannot be found; says where it was looked for.
     """
 
-    def __init__(self, target: str | None, drafter: str | None, dtype: str, chat_template: str | None = None):
+    def __init__(
+        self, target: str | TargetSource | None, drafter: str | None, dtype: str, chat_template: str | None = None
+    ):
         if dtype not in (*DTYPES, "auto"):
             raise ValueError(f"--dtype {dtype!r} is none of {', '.join(DTYPES)}, auto.")
         transformers.utils.logging.disable_progress_bar()
-        path, self.source = (target, target) if target else smollm2()
+        path, self.source = (target, "") if target else smollm2()
         self.drafter_path = drafter or str(Path(__file__).parent.parent)
-        self.tokenizer = load_tokenizer(path, chat_template)
+        source = TargetSource.of(path).for_drafter(DFlashConfig.from_pretrained(self.drafter_path))
+        self.source = self.source or " at ".join(filter(None, (source.path, source.revision)))
+        self.tokenizer = load_tokenizer(source, chat_template)
         placed = "auto" if torch.cuda.is_available() else "cpu"
-        self.target = AutoModelForCausalLM.from_pretrained(
-            path, dtype=DTYPES.get(dtype, "auto"), device_map=placed
-        ).eval()
+        self.target = source.model(dtype=DTYPES.get(dtype, "auto"), device_map=placed).eval()
         self.device = self.target.device
         self.drafter = DFlashDraftModel.from_pretrained(self.drafter_path, dtype=self.target.dtype)
         self.drafter.to(self.device).eval()

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..common.target_source import TargetSource
 from .pair import DraftStreamer, Pair
 
 PROMPTS = [
@@ -24,7 +25,7 @@ DRAFTED = "black on green"
 
 def run(
     prompts: list[str] | None,
-    target: str | None,
+    target: TargetSource | None,
     drafter: str | None,
     max_new_tokens: int,
     temperature: float,

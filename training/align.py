@@ -13,7 +13,7 @@ from ..common.identity import has_thinking_modes
 from ..common.loading import load_tokenizer
 from ..convert.card import RECORD, write_card
 from ..convert.importing import write_drafter
-from ..convert.init import read_target_config, recorded_name, target_skeleton
+from ..convert.init import read_target_config, target_skeleton
 from ..convert.reading import read_drafter
 from ..hub_files import write_text
 from ..target_model import check_pair
@@ -42,8 +42,10 @@ def check_alignment(options: TrainOptions, prompts: list[dict]) -> TrainOptions:
     split_validation(prompts, options.validation, options.seed)
     training_arguments(options, len(prompts) - options.validation, Path(options.output) / "run")
     drafter = warm_drafter(options)
-    check_pair(drafter, target_skeleton(read_target_config(options.target)))
-    tokenizer = load_tokenizer(options.target, options.chat_template)
+    if options.target_revision is None and not options.source.is_local:
+        options = dataclasses.replace(options, target_revision="main")  # not the one that the drafter was made for
+    check_pair(drafter, target_skeleton(read_target_config(options.source), options.source))
+    tokenizer = load_tokenizer(options.source, options.chat_template)
     if options.thinking is None and has_thinking_modes(tokenizer):
         options = dataclasses.replace(options, thinking=drafter.config.target_thinking)
     load_rows(options.rehearsal, prompts_by_id(options), options, tokenizer)
@@ -67,15 +69,16 @@ def align(options: TrainOptions, output: Path, command: str) -> str:
     better = after[metric] > before[metric]
     source = str(run / "drafter") if better else options.drafter
     with new_folder(output / "drafter", force=(output / "drafter").exists()) as folder:
-        found = read_drafter(source, options.target)
+        found = read_drafter(source, options.source)
         # The target is another one now, whatever name the drafter had for it.
-        found.config.target_name_or_path, found.config.target_revision = recorded_name(options.target), None
+        found.config.target_name_or_path = options.source.recorded_name
+        found.config.target_revision = options.source.recorded_revision
         if options.thinking is not None:
             found.config.target_thinking = options.thinking
         write_drafter(folder, found.config, found.match.drafter)
         if record := read_record(source):
             if better:
-                record["data"]["target"] = recorded_name(options.target)
+                record["data"]["target"] = options.source.recorded_name
             write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
         write_card(folder)
     trained = ((read_record(options.drafter) or {}).get("result") or {}).get("evaluation") or {}

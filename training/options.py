@@ -5,6 +5,8 @@ from typing import Annotated
 
 from typer import Option
 
+from ..common.target_source import TargetName, TargetRevision, TargetSource, TrustRemoteCode
+
 FRESH = {"layers": 5, "block_size": 16}
 # Options by the names that they had in 0.1.0, whose files are still read.
 RENAMED = {"answers": "responses", "taps": "target_layers", "held_out": "validation", "greedy": "greedy_responses"}
@@ -26,6 +28,9 @@ class TrainOptions:
     target: str
     responses: Annotated[list[str], Option(help="Folder or file of `dflash-hub regenerate`; repeatable.")]
     output: Annotated[str, Option(help="Folder of the run.")]
+    target_revision: TargetRevision = None
+    trust_remote_code: TrustRemoteCode = False
+    target_name: TargetName = None
     rehearsal: Annotated[
         list[str], Option(help="Further responses, trained on but never used for validation; repeatable.")
     ] = field(default_factory=list)
@@ -97,6 +102,18 @@ class TrainOptions:
         Option("--greedy-responses/--sampled-responses", help="Where the settings of the responses do not say it."),
     ] = None
     arguments: dict = field(default_factory=dict)
+
+    @property
+    def source(self) -> TargetSource:
+        """Where the target comes from."""
+        return TargetSource(self.target, self.target_revision, self.trust_remote_code, self.target_name)
+
+    def with_source(self, source: TargetSource) -> "TrainOptions":
+        """Return the options with another source of the target."""
+        return replace(
+            self, target=source.path, target_revision=source.revision, trust_remote_code=source.trust_remote_code,
+            target_name=source.name,
+        )  # fmt: skip
 
 
 def resolved(options: TrainOptions) -> TrainOptions:

@@ -11,7 +11,9 @@ from .check import read_record
 from .data import row_length
 
 # Options that say where something lies, or that the rest of the record says better.
-UNRECORDED = ("target", "responses", "rehearsal", "output", "prompts", "features")
+UNRECORDED = (
+    "target", "target_revision", "target_name", "trust_remote_code", "responses", "rehearsal", "output", "prompts", "features",
+)  # fmt: skip
 
 
 def check_recordable(run, command: str):

@@ -36,7 +36,7 @@ from ..common.prompts import read_prompts
 from ..configuration_checks import FULL, SLIDING
 from ..configuration_dflash import DFlashConfig
 from ..convert.card import RECORD, write_card
-from ..convert.init import init_drafter, recorded_name
+from ..convert.init import init_drafter
 from ..convert.reading import check_borrowed, read_drafter
 from ..hub_files import write_text
 from ..modeling_dflash import DFlashDraftModel
@@ -125,13 +125,15 @@ def plan_run(options: TrainOptions) -> Run:
     """
     check_environment(options)
     options = resolved(options)
-    target, tokenizer = load_target(options.target, options.dtype, options.chat_template)
-    identity = identify(target)
-    data = load_data(options, target, tokenizer, identity)
-    attention = choose_attention(options.attention)
     drafter = None
     if options.drafter is not None:
         drafter = warm_drafter(options)
+        options = options.with_source(options.source.for_drafter(drafter.config))
+    target, tokenizer = load_target(options.source, options.dtype, options.chat_template)
+    identity = identify(target)
+    data = load_data(options, target, tokenizer, identity)
+    attention = choose_attention(options.attention)
+    if drafter is not None:
         check_thinking(drafter.config, options, tokenizer)
         check_pair(drafter, target)
     config = fresh_config(options) if drafter is None else drafter.config
@@ -278,14 +280,13 @@ def check_thinking(config: DFlashConfig, options: TrainOptions, tokenizer):
 
 def name_target(config: DFlashConfig, options: TrainOptions, identity: dict):
     """Record the target. A local copy keeps the name that a warm start has for it, unless it is seen to be another."""
-    before, name = config.target_name_or_path, recorded_name(options.target)
+    before = config.target_name_or_path
     record = read_record(options.drafter) if options.drafter is not None else None
     known = ((record or {}).get("data") or {}).get("identity")
     changed = known is not None and known["dtype"] == identity["dtype"] and not same_target(known, identity)
-    if before is None or changed or not Path(options.target).is_dir():
-        config.target_name_or_path = name
-    if config.target_name_or_path != before:
-        config.target_revision = None
+    config.target_name_or_path, config.target_revision = options.source.recorded_over(
+        None if changed else before, config.target_revision
+    )
 
 
 def prompts_by_id(options: TrainOptions) -> dict[str, dict]:
@@ -422,14 +423,14 @@ def check_environment(options: TrainOptions):
 
 def fresh_config(options: TrainOptions) -> DFlashConfig:
     """The config that a fresh drafter will have, nothing written yet."""
-    return init_drafter(options.target, None, **fresh_shape(options)).config
+    return init_drafter(options.source, None, **fresh_shape(options)).config
 
 
 def fresh_drafter(options: TrainOptions, output: Path) -> DFlashDraftModel:
     """A fresh drafter in float32, in `start/`: half-precision weights cannot take small steps."""
     start = output / "start"
     if not start.exists():
-        init_drafter(options.target, str(start), **fresh_shape(options))
+        init_drafter(options.source, str(start), **fresh_shape(options))
     return DFlashDraftModel.from_pretrained(start, dtype=torch.float32)
 
 
@@ -445,9 +446,9 @@ def warm_drafter(options: TrainOptions) -> DFlashDraftModel:
     Raises:
         ValueError, OSError: see `read_drafter`, `check_borrowed` and `long_context`.
     """
-    found = read_drafter(options.drafter, options.target)
+    found = read_drafter(options.drafter, options.source)
     if found.match.borrowed:
-        check_borrowed(found, options.target)
+        check_borrowed(found, options.source)
     trained_length = options.trained_length
     if options.yarn is not None and trained_length is None:
         trained_length = longest_trained(options.drafter)
@@ -558,7 +559,8 @@ def _open_run(output: Path, options: TrainOptions, resume: bool, **resolved):
         if not isinstance(before, dict):
             raise ValueError(f"{path} holds no options, it is damaged; start anew with another --output.")
         before = with_new_names(before)
-        changed = [name for name in stated if before.get(name) != stated[name]]
+        said = ("target_name", "trust_remote_code")  # of the same target and code
+        changed = [name for name in stated if name not in said and before.get(name) != stated[name]]
         if changed:
             found = {name: before.get(name) for name in changed}
             raise ValueError(
