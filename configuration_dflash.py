@@ -62,6 +62,7 @@ class DFlashConfig(PreTrainedConfig):
             "auto" (the default), the adaptive draft length.
         draft_vocab_size: tokens of the list that it drafts from, the tensor `d2t`, to which the tokens of the text at hand are
             added; None where it drafts from the whole vocabulary.
+        num_tree_nodes: nodes of a draft tree unless `generate` is told otherwise; None (the default) for chains.
         target_name_or_path, target_revision: the model that the drafter was made for.
         target_chat, target_thinking: whether it was made for text in the target's chat template, and for its thinking
             mode; None when not recorded.
@@ -106,6 +107,7 @@ class DFlashConfig(PreTrainedConfig):
     selector_top_k: int | None = None
     num_draft_tokens: int | str | None = None
     draft_vocab_size: int | None = None
+    num_tree_nodes: int | None = None
     target_name_or_path: str | None = None
     target_revision: str | None = None
     target_chat: bool | None = None
@@ -214,6 +216,10 @@ class DFlashConfig(PreTrainedConfig):
             self.draft_vocab_size is None
             or (is_int(self.draft_vocab_size) and 1 <= self.draft_vocab_size < self.vocab_size),
             f"`draft_vocab_size` must be in [1, {self.vocab_size}], the target's tokens, or None; got {self.draft_vocab_size!r}.",
+        )
+        require(
+            self.num_tree_nodes is None or (is_int(self.num_tree_nodes) and self.num_tree_nodes >= 1),
+            f"`num_tree_nodes` must be None (chains) or at least 1, got {self.num_tree_nodes!r}.",
         )
 
     def _check_target_layers(self):

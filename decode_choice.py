@@ -16,6 +16,9 @@ from .decode_state import TokenBuffer
 from .drafter_heads import Candidates
 
 NO_DRAFT = -1  # in the place of a draft token
+# Drafters are surer than they are right. The factor on their scores with which the expected length of a tree's path is the real
+# one, found by replay for greedy decoding and for sampling alike (docs/results/trees.md).
+CALIBRATION = 0.6
 
 # Built-in processors by what they look at. Anything else, subclasses included, may keep state and runs once per
 # emitted token, in order, exactly as in plain `generate`.
@@ -152,6 +155,47 @@ class Sampler:
             if keep_scores:
                 scores[rows, positions] = chunk_scores
         return choices, scores
+
+    def choose_nodes(self, logits: torch.Tensor, depths: list[int]) -> tuple[torch.LongTensor, torch.Tensor]:
+        """Choose the token after each node of a tree, for processors that look at scores only.
+
+        All nodes of one depth stand at one position, so they share its noise.
+
+        Args:
+            logits: (1, F, V) of the target, the anchor's first.
+            depths: of each of the F tokens.
+
+        Returns:
+            (choices, scores): (1, F), -1 where no token is possible; the processed scores (1, F, V).
+        """
+        logits = logits[:, : len(depths)]
+        scores = logits.flatten(0, 1)
+        for processor in self.processors:
+            scores = processor(self.text.view(slice(0, 1)), scores)
+        scores = scores.view_as(logits)
+        if self.noises is None:
+            return scores.argmax(dim=-1), scores
+        noise = self.noises[0].at(self.text.lengths[0], max(depths) + 1, scores.shape[-1])  # (depths, V)
+        return gumbel_argmax(scores, noise[depths][None]), scores
+
+    def rank(self, candidates: Candidates, count: int) -> tuple[torch.LongTensor, torch.Tensor]:
+        """Return the `count` likeliest tokens of each draft position and their calibrated log probabilities, each (n, C).
+
+        When sampling, the noise of the position is known, so it belongs to the weight. Processors that look at the text are
+        left out: what stands before a token differs from node to node.
+
+        Args:
+            candidates: (1, n, C) of a drafter.
+        """
+        logits = candidates.over_vocabulary(self.vocab_size)[0, :, : self.vocab_size]
+        scores = logits.to(self.text.ids.device, torch.float32)  # (n, V)
+        for processor in self.processors:
+            if type(processor) in SCORES_ONLY:
+                scores = processor(self.text.view(slice(0, 1)), scores)
+        if self.noises is not None:
+            scores = scores + self.noises[0].at(self.text.lengths[0], *scores.shape)
+        best = scores.topk(min(count, scores.shape[-1]), dim=-1)
+        return best.indices, (CALIBRATION * best.values).log_softmax(dim=-1)
 
     def choose_next(self, logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
         """Choose the token after the text from logits (B, V), with processors of any kind, which see it once: ((B), scores (B, V))."""

@@ -52,10 +52,11 @@ class OutputRecorder:
             if any(state is not None for i, state in enumerate(states) if i not in asked):
                 self.layers = None
 
-    def add_states(self, outputs, fed: int, added: int, lengths: list | None):
-        """Hidden states and attentions of the first `added` of the `fed` tokens of a pass.
+    def add_states(self, outputs, fed: int, rows: list[int], lengths: list | None):
+        """Record hidden states and attentions of some tokens of a forward pass.
 
         Args:
+            fed, rows: the pass was over `fed` tokens, of which these became text.
             lengths: by layer with keys, how many a pass over the first token alone would see, and how many at most; a window
                 of fixed size as a number; None for room of fixed size. In place of the list None for the prompt's pass, of
                 which everything is kept.
@@ -71,7 +72,7 @@ class OutputRecorder:
                 first = next(layer.shape[1] for layer in outputs.hidden_states if layer is not None) - fed
                 self.hidden_states += tuple(
                     tuple(None if layer is None else layer[:, first + i : first + i + 1].clone() for layer in states)
-                    for i in range(added)
+                    for i in rows
                 )
         if self.attentions is not None:
             if lengths is None:
@@ -82,7 +83,7 @@ class OutputRecorder:
                         None if layer is None else _attention_of_one(layer, fed, i, keys)
                         for layer, keys in zip(outputs.attentions, lengths)
                     )
-                    for i in range(added)
+                    for i in rows
                 )
 
 

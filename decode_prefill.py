@@ -53,7 +53,7 @@ class Prefill:
         recorder = self.state.recorder
         if recorder.wants_states:
             recorder.heed_choice(outputs.get("hidden_states"), tap_request(self.layer_ids))
-            recorder.add_states(outputs, self.new, 0, None)
+            recorder.add_states(outputs, self.new, [], None)
         self.runner.begin(self.kwargs, outputs[CACHE], self.prompt.shape[1], self.past + self.new)
         # The logits of a whole prompt can be large: a copy of the last ones lets go of the others.
         return outputs.logits[:, -1:].to(device=self.state.device, dtype=torch.float32, copy=True)

@@ -193,6 +193,8 @@ class DraftSchedule:
             copied, so calls that run at once can start from one memory; keep `statistics` of the one that ends last.
     """
 
+    num_nodes = None  # it drafts chains
+
     def __init__(self, block_size: int, memory: DraftStatistics | None = None):
         self.most = block_size - 1
         self.statistics = copy.deepcopy(memory) if memory is not None else DraftStatistics()
@@ -338,13 +340,14 @@ class FixedSchedule:
     """The same number of draft tokens in every round; 0 for none at all.
 
     Args:
-        num_draft_tokens: that each round drafts, where the text has room for them.
+        num_draft_tokens: that each round drafts, where the text has room for them; in a tree, its depth.
+        num_nodes: tokens of a draft tree; None for a chain.
     """
 
     statistics = None
 
-    def __init__(self, num_draft_tokens: int):
-        self.most = num_draft_tokens
+    def __init__(self, num_draft_tokens: int, num_nodes: int | None = None):
+        self.most, self.num_nodes = num_draft_tokens, num_nodes
 
     def next(self, rows: int = 1, context: int = 0) -> int:
         """Return the number of tokens to draft."""

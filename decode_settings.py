@@ -59,8 +59,9 @@ IDLE_FIELDS = {
     "num_assistant_tokens_schedule", "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind",
     "target_lookbehind", "continuous_batching_config",
 }  # fmt: skip
-# Our own arguments of `generate`; the second is no field of GenerationConfig.
-OWN_ARGUMENTS = ("num_assistant_tokens", "read_prefix")
+# Our own arguments of `generate`; only the first is a field of GenerationConfig.
+OWN_ARGUMENTS = ("num_assistant_tokens", "num_tree_nodes", "read_prefix")
+MOST_TREE_NODES = 1024
 
 
 def without(call: dict, *names: str) -> dict:
@@ -178,6 +179,22 @@ def resolve_num_draft_tokens(default: int | str, most: int, target, call: dict) 
         raise ValueError(
             f"{place} asks for {number!r} draft tokens; a block of {most + 1} tokens drafts 1 to {most}, as "
             "many as pay with 'auto', or none with 0."
+        )
+    return number
+
+
+def resolve_num_tree_nodes(default: int | None, call: dict) -> int | None:
+    """Return the number of nodes of a draft tree, or None for chains: the call's argument, else `default` (the drafter's config).
+
+    Raises:
+        ValueError: what is stated is neither.
+    """
+    number = call.get("num_tree_nodes", default)
+    if number is None:
+        return None
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MOST_TREE_NODES:
+        raise ValueError(
+            f"`num_tree_nodes` must be a number of nodes in [1, {MOST_TREE_NODES}], or None for chains; got {number!r}."
         )
     return number
 

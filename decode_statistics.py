@@ -24,6 +24,8 @@ class Speculation:
         processor_passes: of the target, made by logits processors (guidance), and not among `target_passes`.
         undrafted: rounds of the batch without draft tokens, counted by the reason.
         notes: what the proposer says of the call, a sentence each.
+        nodes: by row, then by round: tokens that were verified beside the anchor, which in a tree are more than `drafted`.
+        branched_rounds: rounds whose path was not made of the first nodes of the tree.
     """
 
     acceptance_lengths: list[list[int]] = field(default_factory=lambda: [[]])
@@ -38,15 +40,30 @@ class Speculation:
     stopped_drafting: bool = False
     undrafted: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
+    nodes: list[list[int]] = field(default_factory=lambda: [[]])
+    branched_rounds: int = 0
 
     @classmethod
     def of_rows(cls, rows: int) -> "Speculation":
-        return cls(*([[] for _ in range(rows)] for _ in range(3)))
+        speculation = cls(*([[] for _ in range(rows)] for _ in range(3)))
+        speculation.nodes = [[] for _ in range(rows)]
+        return speculation
 
-    def add_round(self, row: int, drafted: int, accepted: int, added: int):
+    def add_round(self, row: int, drafted: int, accepted: int, added: int, nodes: int, branched: bool):
+        """Count a round of one sequence.
+
+        Args:
+            drafted: draft positions: the tokens of a chain, the depth of a tree.
+            accepted: draft tokens that became text.
+            added: tokens that became text, the target's own included.
+            nodes: draft tokens that were verified.
+            branched: whether the path left out some of them between others, as in a tree.
+        """
         self.drafted[row].append(drafted)
         self.accepted[row].append(accepted)
         self.acceptance_lengths[row].append(added)
+        self.nodes[row].append(nodes)
+        self.branched_rounds += branched
 
     def count_undrafted(self, asked: int, left: int, room: int):
         """Count a round of the batch without draft tokens, by its reason.

@@ -5,8 +5,10 @@ layers, n draft tokens, V vocabulary.
 """
 
 import itertools
+import math
 import weakref
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -15,10 +17,12 @@ from transformers.cache_utils import Cache
 from transformers.generation import CandidateGenerator
 
 from .drafter_heads import Candidates
-from .drafter_masks import is_flash, ragged_masks
+from .drafter_tree import MAX_SIBLINGS, best_first
 from .drafter_vocabulary import make_head, whole_head_reason
 from .target_cache import move_right, trim_left
+from .target_masks import is_flash, ragged_masks
 from .target_model import check_pair, device_of, embedding_rows, raw_embeddings, tap_request, tapped
+from .target_tree import TreeShape
 
 
 @dataclass
@@ -42,16 +46,46 @@ class Draft:
 
     Args:
         tokens: (B, n); n is 0 in a round without draft tokens.
-        parents: (n) index of each token's parent, -1 for the anchor; None for a chain.
-        scores: (B, n) log probability that the token lies on the accepted path; None where the proposer has none.
+        parents: (n) index of each token's parent, -1 for the anchor; None for a chain. On the host, where trees are built.
+        scores: (n) log probability that the token lies on the accepted path; None where the proposer has none.
     """
 
     tokens: torch.LongTensor
-    parents: torch.LongTensor | None = None
-    scores: torch.Tensor | None = None
+    parents: list[int] | None = None
+    scores: list[float] | None = None
+
+    @classmethod
+    def of_tree(cls, ids: torch.LongTensor, log_probs: list, num_nodes: int) -> "Draft":
+        """Take the best tree of `num_nodes` nodes from candidates `ids` (n, C); see `best_first`."""
+        depths, ranks, parents, scores = best_first(log_probs, num_nodes)
+        return cls(ids[depths, ranks][None], parents, scores)
 
     def __len__(self) -> int:
         return self.tokens.shape[1]
+
+    @cached_property
+    def shape(self) -> TreeShape | None:
+        """Of a tree; None for a chain."""
+        return None if self.parents is None else TreeShape(self.parents)
+
+    @property
+    def depth(self) -> int:
+        """How many tokens the longest path has."""
+        return len(self) if self.parents is None else max(self.shape.depths)
+
+    def child(self, own: list[int], at: int, token: int) -> int | None:
+        """Return the row of the verified pass in which `token` follows the row `at`; None where it was not drafted.
+
+        Args:
+            own: draft tokens of one sequence.
+        """
+        if self.parents is None:
+            return at + 1 if at < len(own) and own[at] == token else None
+        return next((row for row in self._children[at] if own[row - 1] == token), None)
+
+    @cached_property
+    def _children(self) -> list[list[int]]:
+        return self.shape.children
 
 
 @dataclass
@@ -188,10 +222,15 @@ class DFlashProposer:
         self.unread.append(accepted)
 
     def propose(self, anchor: torch.LongTensor, plan: Plan, sampler) -> Draft:
-        """Draft a chain of `plan.num_draft_tokens` tokens behind the anchor (B, 1)."""
+        """Draft a chain of `plan.num_draft_tokens` tokens behind the anchor (B, 1), or a tree as deep as that."""
         accepted, self.unread = AcceptedTokens.joined(self.unread), []
         self.see(accepted, AcceptedTokens(anchor, []))
         candidates = self.candidates(anchor, accepted.states, plan.num_draft_tokens, counts=accepted.counts)
+        if plan.num_nodes is not None:
+            ids, log_probs = sampler.rank(candidates, min(plan.num_nodes, MAX_SIBLINGS))  # each (n, C)
+            log_probs = log_probs.tolist()
+            if not any(math.isnan(row[0]) for row in log_probs):
+                return Draft.of_tree(ids, log_probs, plan.num_nodes)
         return Draft(sampler.propose(candidates))
 
     def absorb(self):

@@ -9,14 +9,13 @@ Legend of shapes: B sequences, n draft tokens of a round, V vocabulary.
 
 import functools
 import inspect
-import threading
-from contextlib import contextmanager
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import logging
 
-from .decode_choice import NO_DRAFT, GumbelNoise, Sampler, separable
+from .decode_accept import Acceptance
+from .decode_choice import GumbelNoise, Sampler, separable
 from .decode_clock import RoundClock
 from .decode_memory import ScheduleMemory
 from .decode_prefill import Prefill
@@ -29,6 +28,7 @@ from .decode_settings import (
     refuse_unsupported,
     resolve_generation_config,
     resolve_num_draft_tokens,
+    resolve_num_tree_nodes,
     with_healed_tokens,
     with_stop_strings,
     without,
@@ -116,7 +116,7 @@ def assisted_generate(drafter, target: PreTrainedModel, generate, call: dict):
     """
     proposer, memory = drafter.proposer(target), ScheduleMemory.of(drafter, target)
     output, drafter.last_speculation = _generate(
-        target, proposer, generate, call, memory, drafter.config.num_draft_tokens
+        target, proposer, generate, call, memory, drafter.config.num_draft_tokens, drafter.config.num_tree_nodes
     )
     memory.warn_at_the_floor(drafter.last_speculation)
     if drafter.last_speculation.stopped_drafting:
@@ -129,7 +129,8 @@ def speculative_generate(target: PreTrainedModel, proposer: Proposer, **call):
 
     Args:
         proposer: an object with the methods of `Proposer`, for this call only.
-        call: arguments of `generate`; `num_assistant_tokens` fixes the draft length, which is adaptive otherwise.
+        call: arguments of `generate`; `num_assistant_tokens` fixes the draft length, which is adaptive otherwise, and
+            `num_tree_nodes` asks for trees, as with a drafter.
 
     Returns:
         (output, speculation): what `generate` returns, and the statistics of the call.
@@ -140,15 +141,20 @@ def speculative_generate(target: PreTrainedModel, proposer: Proposer, **call):
     return _generate(target, proposer, GenerationMixin.generate, call, ScheduleMemory(), "auto")
 
 
-def _generate(target, proposer: Proposer, generate, call: dict, memory: ScheduleMemory, default: int | str):
+def _generate(
+    target, proposer: Proposer, generate, call: dict, memory: ScheduleMemory, default: int | str, default_nodes: int | None = None
+):  # fmt: skip
     """Let transformers prepare the call, then run the loop: (output, speculation)."""
     resolved, model_kwargs = resolve_generation_config(target, generate, call)
     refuse_unsupported(target, resolved, model_kwargs, call)
     proposer.check(target)
     most = proposer.max_draft_tokens
     num_draft_tokens = resolve_num_draft_tokens(default, most, target, call)
+    num_nodes = resolve_num_tree_nodes(default_nodes, call)
+    if num_nodes is not None and num_draft_tokens == "auto":  # the tree has a size, and its depth follows
+        num_draft_tokens = most
     adaptive = num_draft_tokens == "auto"
-    schedule = DraftSchedule(most + 1, memory.statistics) if adaptive else FixedSchedule(num_draft_tokens)
+    schedule = DraftSchedule(most + 1, memory.statistics) if adaptive else FixedSchedule(num_draft_tokens, num_nodes)
     read_prefix, streamer, own_cache = call.get("read_prefix", True), call.get("streamer"), passed_cache(model_kwargs)
     call = with_healed_tokens(target, resolved, with_stop_strings(target, resolved, call))
 
@@ -168,6 +174,8 @@ def _generate(target, proposer: Proposer, generate, call: dict, memory: Schedule
 
 # ------------------------------------------------------------------------------------------------------------------
 # The loop.
+
+TREE_SIZES = (7, 15, 31, 63, 127)  # nodes of a pass over a static KV cache, where each length may be compiled
 
 
 def decode(target: PreTrainedModel, proposer: Proposer, input_ids: torch.LongTensor, call: Call):
@@ -222,15 +230,26 @@ class Decoding:
             # Returned or not: a target that is asked for attentions may take another path.
             with_attentions = bool(call.model_kwargs.get("output_attentions"))
             check = runner.check(logits, self.schedule.most, left, num_tokens, with_attentions)
+            if check is not None and self.schedule.num_nodes is not None:
+                self._check_trees(logits[..., :num_tokens], with_attentions)
         if check is not None and check.can_rerun and check.ragged and self._needs_no_lockstep():
             state.lockstep = False
             runner.set_ragged()
             state.stopping.rests = True  # all sequences that are full are full at the same length
         noises = [self._noise() for _ in range(state.batch)] if call.config.do_sample else None
         self.sampler = Sampler(call.processors, state.text, noises, logits.shape[-1], ragged=not state.lockstep)
+        self.acceptance = Acceptance(state, self.sampler, runner, call, self.clock)
         runner.before = None  # from here on the caller's cache holds the prompt
         with state.ranks.alone():
             self.accept(Draft(state.text.ids[:, :0]), logits)
+
+    def _check_trees(self, logits: torch.Tensor, with_attentions: bool):
+        """Raise where draft trees were asked for and target, KV cache or call do not support them."""
+        if reason := self.runner.check_trees(logits[:, -1].argmax(-1, keepdim=True), with_attentions):
+            raise ValueError(
+                f"`num_tree_nodes={self.schedule.num_nodes}` asks for draft trees, which are not supported here: {reason}. Leave "
+                "`num_tree_nodes` unset for chains."
+            )
 
     def _needs_no_lockstep(self) -> bool:
         """Tell whether nothing in this call needs the batch as plain `generate` has it."""
@@ -278,7 +297,17 @@ class Decoding:
             wanted = min((n for n in choices if n >= wanted > 0), default=min(wanted, room))
         if min(wanted, room) == 0:
             state.speculation.count_undrafted(self.schedule.most, left, min(most, room))
-        return Plan(min(wanted, room))
+        return Plan(min(wanted, room), self._num_nodes())
+
+    def _num_nodes(self) -> int | None:
+        """Return the size of the coming tree, as far as the KV cache has room for its pass; None for a chain."""
+        wanted, rollback = self.schedule.num_nodes, self.runner.rollback
+        if wanted is None or self.runner.mask_form is None:
+            return None
+        room = rollback.most_drafts(wanted)
+        if rollback.fixed_lengths:
+            room = max((size for size in TREE_SIZES if size <= room), default=0)
+        return min(wanted, room) or None
 
     def propose(self, plan: Plan) -> Draft:
         """Let the proposer draft behind each anchor."""
@@ -291,142 +320,57 @@ class Decoding:
         if state.lockstep and any(resting):  # what plain `generate` writes there
             for row in [row for row, ended in enumerate(resting) if ended]:
                 draft.tokens[row] = state.text.pad_token_id
-        draft.tokens = state.ranks.share(draft.tokens)  # a pass over other tokens on some rank would be nonsense on all
+        draft = self._shared(draft)
         self.clock.mark()
         return draft
+
+    def _shared(self, draft: Draft) -> Draft:
+        """Return the first rank's draft: a pass over other tokens on some rank would be nonsense on all."""
+        ranks = self.state.ranks
+        if not ranks.shared:
+            return draft
+        if draft.parents is None:
+            return Draft(ranks.share(draft.tokens), scores=draft.scores)
+        both = torch.stack([draft.tokens[0], torch.tensor(draft.parents, device=draft.tokens.device)])
+        tokens, parents = ranks.share(both)
+        return Draft(tokens[None], parents.tolist(), draft.scores)
 
     def verify(self, draft: Draft):
         """Run the target over every anchor and its draft tokens, in one forward pass."""
         state, fed = self.state, draft.tokens.clamp(min=0)  # `NO_DRAFT` is no token, and will be rejected
-        state.text.reserve(len(draft) + 1)
+        shape = draft.shape
+        if shape is not None and self.runner.rollback.fixed_lengths:
+            shape = shape.padded(next(size for size in TREE_SIZES if size >= len(draft)))
+            fed = torch.nn.functional.pad(fed, (0, len(shape.parents) - len(draft)))
+        state.text.reserve(fed.shape[1] + 1)
         if state.lockstep:  # some targets look at the whole text
             rows = slice(0, state.batch)
             state.text.write_ahead(rows, fed)
-            ids = state.text.view(rows, ahead=len(draft))
+            ids = state.text.view(rows, ahead=fed.shape[1])
         else:
             ids = torch.cat([state.anchor, fed], dim=1)
-        return self.runner.verify(ids, len(draft) + 1, state.resting)
+        return self.runner.verify(ids, fed.shape[1] + 1, state.resting, shape)
 
     def accept(self, draft: Draft, logits: torch.Tensor) -> Path:
         """Append the target's choices to the text: every draft token that equals its choice, and its own next token.
 
         Args:
-            logits: (B, at least n + 1, V); the last n + 1 are those of the positions that follow the text.
+            logits: (B, at least n + 1, V); the last ones are those of the tokens of the pass.
         """
-        state, count = self.state, len(draft)
-        text, lengths, resting = state.text, [*state.text.lengths], state.resting
-        logits = logits[:, -count - 1 :].to(state.device, torch.float32)
-        tokens, choices, scores = self._read_choices(draft, logits)
-        if any(NO_DRAFT in tokens[row] for row in range(state.batch) if not resting[row]):
-            # What the proposer has read stays in its KV cache, and spoils every draft.
-            self.drafting, state.speculation.stopped_drafting = False, True
-        # By the block, but where somebody's code looks at each step.
-        by_token = state.batch > 1 or state.stopping.foreign or choices is None
-        accepted, written = [0] * state.batch, []
-        for group in state.groups:
-            if not state.lockstep and resting[group.start]:
-                continue
-            for i in range(count + 1):
-                self.runner.reached = i + 1
-                if choices is None:
-                    # What is recorded is what a processor that works in place makes of it, as in plain `generate`.
-                    step_logits = logits[:, i].contiguous()
-                    step_scores, step = self._choose_next(step_logits)
-                else:
-                    step_logits, step_scores = logits[:, i], None if scores is None else scores[:, i]
-                    step = [row[i] for row in choices[group]]
-                step, agreed = self._append(
-                    group, step, [row[i] if i < count else None for row in tokens[group]], choices is None
-                )
-                for row, same in zip(range(state.batch)[group], agreed):
-                    accepted[row] += same
-                if state.recorder.wants_scores:
-                    state.recorder.add(step_scores, step_logits)
-                state.stopping(group, text.view(group), step, state.recorder.scores)
-                if by_token:
-                    self._stream(step)
-                else:
-                    written += step
-                if all(state.stopping.ended[group]) or not all(agreed):
-                    break
-        path = Path([now - then for now, then in zip(text.lengths, lengths)], count + 1)
-        self._count_round([row for row, ended in enumerate(resting) if not ended], count, accepted, path, lengths)
-        if written:
-            self._stream(written)
+        state, lengths, resting = self.state, [*self.state.text.lengths], self.state.resting
+        path, accepted = self.acceptance.walk(draft, logits[:, -max(self.runner.fed, 1) :])
+        if state.speculation.stopped_drafting:
+            self.drafting = False  # what the proposer has read stays in its KV cache, and spoils every draft
+        self._count_round([row for row, ended in enumerate(resting) if not ended], draft, accepted, path, lengths)
         return path
 
-    def _read_choices(self, draft: Draft, logits: torch.Tensor):
-        """Choose after every token of the block and read draft and choices: the one synchronization of a round.
-
-        Returns:
-            (tokens, choices, scores): by sequence, -1 where no token is possible; scores (B, n + 1, V) if they are recorded.
-            Choices are None where processors keep state, and see one position after the other.
-        """
-        state, count = self.state, len(draft)
-        if not self.sampler.stateless:
-            return draft.tokens.tolist(), None, None
-        keep_scores = state.recorder.scores is not None
-        choices, scores = self.sampler.choose_block(draft.tokens.clamp(min=0), logits, keep_scores)
-        both = state.ranks.share(torch.cat([draft.tokens, choices], dim=1))
-        for group in state.groups:  # what will be rejected lies behind the text's end
-            state.text.write_ahead(group, both[group, count:])
-        fetched = both.tolist()
-        return [row[:count] for row in fetched], [row[count:] for row in fetched], scores
-
-    def _choose_next(self, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """Choose one token with processors that keep state: they see each emitted token's logits (B, V) once, in order."""
-        with self._counted_passes():
-            choices, scores = self.sampler.choose_next(logits)
-        return scores, self.state.ranks.agree(choices.tolist())
-
-    @contextmanager
-    def _counted_passes(self):
-        """Count the target's passes that processors make, in this thread."""
-        mine = threading.get_ident()
-
-        def count(*args):
-            self.state.speculation.processor_passes += threading.get_ident() == mine
-
-        hook = self.target.register_forward_pre_hook(count)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    def _append(self, group: slice, tokens: list[int], drafted: list[int | None], write: bool):
-        """Append one token to each sequence of a group: (tokens, whether each was drafted). A finished one is padded.
-
-        Args:
-            write: whether the tokens have to be written, and are not in the buffer already.
-        """
-        state, text, final, agreed = self.state, self.state.text, [], []
-        for row, token, draft in zip(range(state.batch)[group], tokens, drafted):
-            length, padded = text.lengths[row], state.stopping.resting(row)
-            if padded:
-                token = text.pad_token_id
-            elif token < 0:
-                raise ValueError(
-                    f"no token is possible at position {length}: its processed scores hold a nan, or nothing but -inf."
-                )
-            if write or padded:
-                text.ids[row, length] = token
-            text.lengths[row] += 1
-            final.append(token)
-            agreed.append(token == draft)
-        return final, agreed
-
-    def _stream(self, tokens: list[int]):
-        if self.call.streamer is not None:
-            with self.clock.elsewhere():
-                self.call.streamer.put(torch.tensor(tokens))
-
-    def _count_round(self, running: list[int], drafted: int, accepted: list[int], path: Path, lengths: list[int]):
-        state = self.state
+    def _count_round(self, running: list[int], draft: Draft, accepted: list[int], path: Path, lengths: list[int]):
+        state, drafted = self.state, draft.depth
         if max(lengths) == state.prompt.shape[1]:  # the prefill is no round
             self.clock.start()
             return
         for row in running:
-            state.speculation.add_round(row, drafted, accepted[row], path.counts[row])
+            state.speculation.add_round(row, drafted, accepted[row], path.counts[row], len(draft), path.branches)
         if self.clock.wanted:
             in_lockstep = state.batch > 1 and state.lockstep
             counts = [min(drafted, path.counts[row] - 1) if in_lockstep else accepted[row] for row in running]
@@ -438,14 +382,12 @@ class Decoding:
         if self.drafting:
             states = []
             if layer_ids := self.proposer.target_layer_ids:
-                states = tapped(outputs.hidden_states, self.target, layer_ids)
-                start = states[0].shape[1] - path.fed
-                states = [layer[:, start : start + path.longest] for layer in states]
+                states = [path.select(layer) for layer in tapped(outputs.hidden_states, self.target, layer_ids)]
             self.proposer.read(AcceptedTokens(runner.kept_ids(path), states, None if path.even else path.counts))
             # From the boundary of a dynamic NTK on, no pass may hold more than one token.
             self.drafting = not runner.past_drafting(state.text.lengths, path.longest)
         if state.recorder.wants_states:
-            state.recorder.add_states(outputs, path.fed, path.longest, runner.keys_alone())
+            state.recorder.add_states(outputs, path.fed, path.rows[0], runner.keys_alone())
         runner.keep(path)
 
     # ---- the end

@@ -35,10 +35,10 @@ from transformers.utils.output_capturing import capture_outputs
 from .configuration_dflash import DFlashConfig
 from .drafter_candidates import DFlashProposer
 from .drafter_heads import CandidateSelector
-from .drafter_masks import backend_mask, block_mask, is_flash
 from .drafter_vocabulary import check_token_ids, offsets_of, token_ids_of
 from .generation_dflash import assisted_generate, install_generate_hook
 from .hub_files import check_finite, write_hub_files
+from .target_masks import backend_mask, block_mask, is_flash
 
 # What `save_pretrained(..., push_to_hub=True)` takes for the upload.
 PUSH_ARGUMENTS = (

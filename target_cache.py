@@ -7,7 +7,6 @@ accepted tokens. Rows that accepted different counts are moved back to left-padd
 Legend of shapes: B rows, S columns of a layer's keys, F tokens fed in a pass.
 """
 
-import copy
 from contextlib import contextmanager
 
 import torch
@@ -22,6 +21,8 @@ from transformers.cache_utils import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
+
+from .target_recurrent import RecurrentStates, states_of
 
 # Newer than the oldest supported transformers.
 _FP8_LAYER = getattr(cache_utils, "Fp8QuantizedLayer", ())
@@ -65,7 +66,7 @@ class CacheRollback:
         self.cache, self.target, self.recurrent = cache, target, None
         self.layers = [*cache.layers]
         try:
-            if any(_states_of(layer, "recurrent_states") for layer in cache.layers):
+            if any(states_of(layer, "recurrent_states") for layer in cache.layers):
                 self.recurrent = RecurrentStates(cache, target)
             self.parts = [part for layer in cache.layers if (part := self._part(layer)) is not None]
         except BaseException:
@@ -109,6 +110,15 @@ class CacheRollback:
         else:
             with self.recurrent.recorded():
                 yield
+
+    def gather(self, fed: int, rows: list[int]):
+        """Move some of the `fed` tokens of the last pass to the front of them, where `commit` keeps them.
+
+        Args:
+            rows: their indices in the pass, rising. Of one sequence only: a path of a draft tree.
+        """
+        for part in self.parts:
+            part.gather(fed, rows)
 
     def commit(self, fed: int, added: list[int]):
         """Keep the first `added[r]` of the `fed` tokens of the last pass.
@@ -156,12 +166,8 @@ class CacheRollback:
 
 def _is_used(layer) -> bool:
     if isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, (DynamicLayer, StaticLayer)):
-        return bool(_states_of(layer, "conv_states") or _states_of(layer, "recurrent_states"))
+        return bool(states_of(layer, "conv_states") or states_of(layer, "recurrent_states"))
     return getattr(layer, "is_initialized", True)
-
-
-def _states_of(layer, name: str) -> dict[int, torch.Tensor]:
-    return {i: state for i, state in getattr(layer, name, {}).items() if state is not None}
 
 
 _MOVABLE = {
@@ -189,6 +195,16 @@ class _Croppable:
 
     def before(self):
         pass
+
+    def last_column(self, fed: int) -> int:
+        """Return the column behind the last token of a pass of `fed` tokens."""
+        return self.layer.keys.shape[-2]
+
+    def gather(self, fed: int, rows: list[int]):
+        start = self.last_column(fed) - fed
+        for states in (self.layer.keys, self.layer.values):  # (1, heads, S, D)
+            index = torch.tensor(rows, device=states.device) + start
+            states[:, :, start : start + len(rows)] = states.index_select(2, index)
 
     def commit(self, fed: int, added: int):
         self.layer.crop(added - fed)
@@ -219,6 +235,9 @@ class _Static(_Croppable):
     def most_fed(self) -> int:
         return self.layer.max_cache_len - int(self.layer.get_seq_length())
 
+    def last_column(self, fed: int) -> int:
+        return int(self.layer.get_seq_length())
+
     def commit(self, fed: int, added: int):
         if type(self.layer) is StaticLayer or isinstance(self.layer, LinearAttentionCacheLayerMixin):
             self.layer.cumulative_length.sub_(fed - added)  # a state beside the keys is restored
@@ -235,6 +254,9 @@ class _StaticWindow(_Croppable):
     def most_fed(self) -> int:
         return self.layer.max_cache_len
 
+    def last_column(self, fed: int) -> int:
+        return min(self.length + fed, self.layer.max_cache_len)
+
     def before(self):
         layer = self.layer
         self.kept = (layer.keys.clone(), layer.values.clone(), layer.cumulative_length.clone())
@@ -244,7 +266,7 @@ class _StaticWindow(_Croppable):
         if added == fed:
             return
         layer = self.layer
-        end = min(self.length + fed, layer.max_cache_len)
+        end = self.last_column(fed)
         new = layer.keys[:, :, end - fed : end].clone(), layer.values[:, :, end - fed : end].clone()
         for now, before in zip((layer.keys, layer.values, layer.cumulative_length), self.kept):
             now.copy_(before)  # in place: a compiled pass holds on to these tensors
@@ -285,130 +307,6 @@ class _Fp8(_Croppable):
                 states, scale = getattr(self.layer, name)
                 setattr(self.layer, name, (states[..., : added - fed, :], scale))
             self.layer.cumulative_length -= fed - added
-
-
-# ------------------------------------------------------------------------------------------------------------------
-# Recurrent states.
-
-
-class RecurrentStates:
-    """Restores recurrent states and runs their mixers again over what was accepted; no target pass is needed.
-
-    A mixer is found by what it does: it is the module at work when the cache is asked to take a new state. Its inputs
-    are recorded by hooks that heed this cache only, so calls of other threads are not mistaken for ours.
-    """
-
-    def __init__(self, cache: Cache, target: PreTrainedModel):
-        self.cache = cache
-        self.layers = {
-            i: layer
-            for i, layer in enumerate(cache.layers)
-            if isinstance(layer, LinearAttentionCacheLayerMixin)
-            and (_states_of(layer, "conv_states") or _states_of(layer, "recurrent_states"))
-        }
-        self.modules = [m for m in target.modules() if getattr(m, "layer_idx", None) in self.layers]
-        self.before: dict[int, dict[str, dict[int, torch.Tensor]]] = {}
-        self.at_work: dict[int, tuple] = {}  # the newest call with this cache, by layer
-        self.calls: dict[int, tuple] = {}  # the call that changed the state
-        for i, layer in self.layers.items():
-            for name in ("update_conv_state", "update_recurrent_state"):
-                setattr(layer, name, self._noted(i, getattr(layer, name)))
-
-    def _noted(self, i: int, update):
-        def noted(*args, **kwargs):
-            self.calls[i] = self.at_work.get(i)
-            return update(*args, **kwargs)
-
-        return noted
-
-    @property
-    def can_rerun(self) -> bool:
-        """Whether the last pass showed the mixer of every layer. A compiled target, for one, may not."""
-        return all(self.calls.get(i) is not None for i in self.layers)
-
-    @contextmanager
-    def recorded(self):
-        """Keep the states as they are, and record the mixers' inputs during the pass inside."""
-        self.before = {
-            i: {name: {k: s.clone() for k, s in _states_of(layer, name).items()} for name in _STATES}
-            for i, layer in self.layers.items()
-        }
-        self.at_work, self.calls = {}, {}
-
-        def record(module, args, kwargs=None):  # torch may call without kwargs a hook that is being removed
-            if kwargs is not None and any(value is self.cache for value in (*args, *kwargs.values())):
-                self.at_work[module.layer_idx] = (module, args, kwargs)
-
-        hooks = []
-        try:
-            for module in self.modules:
-                hooks.append(module.register_forward_pre_hook(record, with_kwargs=True))
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def commit(self, fed: int, added: list[int]):
-        """States after the first `added[r]` of the `fed` tokens of row r; rows of equal count run together."""
-        for i, layer in self.layers.items():
-            if layer.record_past:  # a layer with a sliding window beside the state
-                for k, state in _states_of(layer, "conv_states").items():
-                    layer.conv_states[k] = state[..., -layer.conv_kernel_size[k] :]
-            for count in set(added) - {fed}:
-                rows = [r for r, a in enumerate(added) if a == count]
-                # A slice of all rows copies nothing, and no list of indices to the device.
-                self._restore(i, layer, slice(None) if len(rows) == len(added) else rows, fed, count)
-
-    def _restore(self, i: int, layer, rows: slice | list[int], fed: int, count: int):
-        states = {name: {k: s[rows] for k, s in self.before[i][name].items()} for name in _STATES}
-        if count:
-            states = self._rerun(i, layer, states, rows, fed, count)
-        for name in _STATES:
-            for k, state in states[name].items():
-                getattr(layer, name)[k][rows] = state  # in place: the layer's tensors may be of a compiled pass
-
-    def _rerun(self, i: int, layer, states: dict, rows: slice | list[int], fed: int, count: int) -> dict:
-        alone = copy.copy(layer)
-        for name in ("update_conv_state", "update_recurrent_state"):
-            del alone.__dict__[name]
-        alone.__dict__.update(
-            {k: dict(v) if isinstance(v, dict) else v for k, v in layer.__dict__.items() if k in _OWN}
-        )
-        alone.record_past = False
-        for name in _STATES:
-            getattr(alone, name).update(states[name])
-        cache = copy.copy(self.cache)
-        cache.layers = [*self.cache.layers]
-        cache.layers[i] = alone
-
-        batch = next(iter(next(s for s in self.before[i].values() if s).values())).shape[0]
-
-        def cut(value):
-            if value is self.cache:
-                return cache
-            if isinstance(value, (tuple, list)):
-                return type(value)(cut(part) for part in value)
-            if isinstance(value, torch.Tensor) and value.ndim > 1:
-                if value.shape[1] == fed:
-                    value = value[:, :count]
-                if value.shape[0] == batch:
-                    value = value[rows]
-            return value
-
-        module, args, kwargs = self.calls[i]
-        module(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
-        return {name: _states_of(alone, name) for name in _STATES}
-
-    def close(self):
-        for layer in self.layers.values():
-            for name in ("update_conv_state", "update_recurrent_state"):
-                layer.__dict__.pop(name, None)
-
-
-_STATES = ("conv_states", "recurrent_states")
-_OWN = (
-    *_STATES, "is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size",
-)  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -461,5 +359,5 @@ def tensors_by_column(layer, conv: bool):
         if own.get("indexer_position_ids") is not None:
             yield own, "indexer_position_ids", 2, 1
     if conv and isinstance(layer, LinearAttentionCacheLayerMixin):
-        for key, state in _states_of(layer, "conv_states").items():
+        for key, state in states_of(layer, "conv_states").items():
             yield layer.conv_states, key, state.ndim - 1, 0

@@ -17,6 +17,7 @@ from .target_check import PassCheck, check_block, check_fed, check_read, checks_
 from .target_model import CACHE, PassLimits, RoundInputs
 from .target_ranks import TargetRanks
 from .target_snapshot import CacheSnapshot
+from .target_tree import MASK_FORMS, TreeShape, layer_types, tree_inputs, why_no_tree
 
 BEFORE_5_24 = CACHE != "cache"
 
@@ -26,16 +27,38 @@ class Path:
     """The rows of a verified forward pass whose tokens became text, from the anchor on.
 
     Args:
-        counts: by sequence, how many of the first rows. The target's own next token is no row.
+        rows: by sequence, rising. The target's own next token is no row.
         fed: rows of the pass.
     """
 
-    counts: list[int]
+    rows: list[list[int]]
     fed: int
+
+    @classmethod
+    def of_chain(cls, counts: list[int], fed: int) -> "Path":
+        """Take the first `counts[r]` rows of each sequence."""
+        return cls([[*range(count)] for count in counts], fed)
+
+    @property
+    def counts(self) -> list[int]:
+        """By sequence, how many rows it keeps."""
+        return [len(rows) for rows in self.rows]
 
     @property
     def longest(self) -> int:
         return max(self.counts)
+
+    @property
+    def branches(self) -> bool:
+        """Whether rows between the kept ones are left out, as on a path of a tree."""
+        return any(rows and rows[-1] != len(rows) - 1 for rows in self.rows)
+
+    def select(self, states: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Return the path's part of what a forward pass gave for its last `fed` tokens: `longest` of them along `dim`."""
+        start = states.shape[dim] - self.fed
+        if self.branches:  # of one sequence
+            return states.index_select(dim, torch.tensor(self.rows[0], device=states.device) + start)
+        return states.narrow(dim, start, self.longest)
 
     @property
     def even(self) -> bool:
@@ -54,7 +77,8 @@ class TargetRunner:
 
     Attributes:
         num_passes, num_check_passes, num_replay_passes: forward passes made; the latter two are among the first.
-        reached: tokens of the newest verified pass whose logits the text has come to: plain `generate` has fed these.
+        reached: rows of the newest verified pass whose logits the text has come to: plain `generate` has fed these.
+        mask_form: how the target takes the mask of a draft tree; None until `check_trees` has found out.
     """
 
     def __init__(
@@ -77,7 +101,8 @@ class TargetRunner:
         # While the caller's cache holds what may have to leave it: the cache as it was before.
         self.before: CacheSnapshot | None = None
         self.verified: torch.LongTensor | None = None  # what the newest verified pass was given
-        self.fed = self.reached = 0
+        self.fed, self.reached = 0, []
+        self.mask_form: str | None = None
         self.guard()
 
     def guard(self):
@@ -116,27 +141,33 @@ class TargetRunner:
 
     # ---- forward passes
 
-    def verify(self, ids: torch.LongTensor, count: int, finished: list[bool]):
+    def verify(self, ids: torch.LongTensor, count: int, finished: list[bool], shape: TreeShape | None = None):
         """Run one forward pass over anchors and draft tokens, the last `count` of `ids`.
 
         Args:
             ids: (B, length) the whole text in lockstep, as some targets look at it; (B, count) in a ragged batch.
+            shape: of a draft tree; None for chains.
         """
-        self.fed, self.reached, self.verified = count, 0, ids
+        self.fed, self.reached, self.verified = count, [], ids
         self.guard()
         with self.rollback.verifying():
-            outputs = self.read(ids, count, finished)
+            outputs = self.read(ids, count, finished, shape=shape)
         if outputs[CACHE] is not self.cache:  # Phi-3 starts a new one at the boundary of its RoPE
             self.rollback.close()
             self.cache, self.before = outputs[CACHE], None
             self.rollback = CacheRollback(self.cache, self.target)
-        self.reached = 1
+        self.reached = [0]
         return outputs
 
-    def read(self, ids: torch.LongTensor, count: int, finished: list[bool] = (), at_start: bool = False):
+    def read(
+        self, ids: torch.LongTensor, count: int, finished: list[bool] = (), at_start: bool = False, shape: TreeShape | None = None
+    ):  # fmt: skip
         """Run the target over the last `count` tokens of `ids`; `at_start` as if they stood at position 0."""
         held, model_inputs = self.inputs.columns, self.model_inputs(ids, count, finished, at_start)
         check_fed(self.target, model_inputs, count, self.cache, held)
+        if shape is not None:
+            padding = self.inputs.grown.get("attention_mask") if any(self.inputs.padding) else None
+            model_inputs |= tree_inputs(self.target, self.cache, shape, held, model_inputs, padding, self.mask_form)
         if model_inputs.get(CACHE) is None:
             # Phi-3 starts a new cache at the boundary of its RoPE, with drafts in its first pass: sliding layers must keep
             # what those push out of the window, as only a cache that exists before the pass can be told.
@@ -166,17 +197,20 @@ class TargetRunner:
 
     def keep(self, path: Path):
         """Keep the accepted rows of the last pass in the KV cache; all others leave it."""
-        self._roll_back(path.counts)
+        self._roll_back(path)
         if trim := self.inputs.commit(path.counts):
             self.rollback.trim(trim)
 
     def kept_ids(self, path: Path) -> torch.LongTensor:
         """Return the tokens (B, longest) of the path, anchors first; those of a sequence that keeps fewer come first."""
-        return self.verified[:, self.verified.shape[1] - path.fed :][:, : path.longest]
+        return path.select(self.verified)
 
-    def _roll_back(self, counts: list[int]):
-        self.reached = 0  # whoever interrupts a rollback has the cache as it was before the pass
+    def _roll_back(self, path: Path):
+        self.reached = []  # whoever interrupts a rollback has the cache as it was before the pass
+        counts = path.counts
         recurrent, most = self.rollback.recurrent, max(counts)
+        if path.branches:
+            self.rollback.gather(self.fed, path.rows[0])
         if recurrent is not None and 0 < most < self.fed and not recurrent.can_rerun:
             if self.ragged:
                 checks_of(self.target).clear()
@@ -220,7 +254,7 @@ class TargetRunner:
                 try:
                     # Mixers of a target that ranks share run on all of them or on none, and the error may be of this one only.
                     if self.reached and not (self.ranks.shared and self.rollback.recurrent is not None):
-                        self._roll_back([self.reached] * self.batch)
+                        self._roll_back(Path([self.reached] * self.batch, self.fed))
                 finally:
                     if self.before is not None:
                         self.before.restore()
@@ -340,3 +374,53 @@ class TargetRunner:
             elsewhere = self.read(text, 1, at_start=True).logits
         self.rollback.commit(1, [0] * self.batch)
         return difference(elsewhere, single) > 4 * difference(block, single)
+
+    # ---- trees
+
+    def check_trees(self, first: torch.LongTensor, with_attentions: bool) -> str | None:
+        """Find out whether this target reads a draft tree as it reads the tree's paths, and in which form it takes the mask.
+
+        Args:
+            first: (1, 1) the first token of the text.
+            with_attentions: whether attentions are returned.
+
+        Returns:
+            Why it cannot; None where it can.
+        """
+        if reason := why_no_tree(self.target, self.cache, self.batch, with_attentions):
+            return reason
+        if self.rollback.most_drafts(3) < 3:
+            return "the KV cache has no room for a tree"
+        checks = checks_of(self.target)
+        static = bool(self.cache.is_compileable)
+        kind = ("tree", static, self.target.config._attn_implementation)
+        if kind not in checks:
+            before = self.num_passes
+            checks[kind] = self._find_mask_form(first)
+            self.num_check_passes += self.num_passes - before
+        self.mask_form = checks[kind]
+        return None if self.mask_form else f"{type(self.target).__name__} reads a tree in another way than its paths"
+
+    def _find_mask_form(self, first: torch.LongTensor) -> str | None:
+        """Read two tokens behind `first` as a chain, and beside a third one as a tree: the form that gives the same logits."""
+        one, two = (self.prompt[:, -1:], self.prompt[:, :1]) if self.prompt.shape[1] else (first, first)
+        behind = torch.cat([one, two], dim=1)
+        snapshot, text = CacheSnapshot(self.cache), torch.cat([self.prompt, first.to(self.device)], dim=1)
+        with self.rollback.verifying():
+            chain = self.read(torch.cat([text, behind], dim=1), 3).logits
+        snapshot.restore()
+        shape = TreeShape([-1, -1, 1])  # the token beside them comes first, where a causal mask would show it
+        ids = torch.cat([text, two, behind], dim=1)
+        threshold = max(0.02, 2 * torch.finfo(self.target.dtype).eps ** 0.5)
+        several = len(set(layer_types(self.target, self.cache))) > 1
+        for self.mask_form in MASK_FORMS if several else (*reversed(MASK_FORMS),):
+            try:
+                with self.rollback.verifying():
+                    tree = self.read(ids, 4, shape=shape).logits
+                if difference(tree[:, [0, 2, 3]], chain) < threshold:
+                    return self.mask_form
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError):
+                pass  # it takes the mask in another form, or in none
+            finally:
+                snapshot.restore()
+        return None

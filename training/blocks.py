@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from ..drafter_masks import reaches
+from ..target_masks import reaches
 from ..target_model import raw_embeddings
 
 PADDING = -1  # document id of padding

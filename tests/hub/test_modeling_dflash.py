@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from dflash_hub import DFlashDraftModel
-from dflash_hub.drafter_masks import is_flash
+from dflash_hub.target_masks import is_flash
 from helpers import brute_force
 from helpers.tiny import CODE, prompt_of, tiny_config, tiny_drafter, tiny_target
 from safetensors.torch import load_file, save_file
