@@ -13,7 +13,11 @@ _EXPORTS = {
     "DFlashConfig": "configuration_dflash",
     "DFlashDraftModel": "modeling_dflash",
     "DFlashCandidateGenerator": "generation_dflash",
+    "Draft": "drafter_candidates",
+    "Plan": "drafter_candidates",
+    "Proposer": "drafter_candidates",
     "Speculation": "decode_statistics",
+    "speculative_generate": "generation_dflash",
 }
 __all__ = [*_EXPORTS, "__version__"]
 

@@ -343,8 +343,10 @@ class Decoding:
             shape = shape.padded(next(size for size in TREE_SIZES if size >= len(draft)))
             fed = torch.nn.functional.pad(fed, (0, len(shape.parents) - len(draft)))
         state.text.reserve(fed.shape[1] + 1)
-        if state.lockstep:  # some targets look at the whole text
-            rows = slice(0, state.batch)
+        rows = slice(0, state.batch)
+        if shape is not None:  # its tokens do not follow each other in the text
+            ids = torch.cat([state.text.view(rows), fed], dim=1)
+        elif state.lockstep:  # some targets look at the whole text
             state.text.write_ahead(rows, fed)
             ids = state.text.view(rows, ahead=fed.shape[1])
         else:
