@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .decode_choice import NO_DRAFT, Sampler
+from .decode_choice import Sampler
 from .decode_clock import RoundClock
 from .decode_state import Call, DecodeState
 from .drafter_candidates import Draft
@@ -41,8 +41,6 @@ class Acceptance:
         state, text = self.state, self.state.text
         logits = logits.to(state.device, torch.float32)
         tokens, choices, scores = self._read_choices(draft, logits)
-        if any(NO_DRAFT in tokens[row] for row, ended in enumerate(state.resting) if not ended):
-            state.speculation.stopped_drafting = True
         # By the block, but where somebody's code looks at each step.
         by_token = state.batch > 1 or state.stopping.foreign or choices is None
         write = choices is None or draft.parents is not None
@@ -87,19 +85,24 @@ class Acceptance:
             they look at the text.
         """
         state, count, sampler = self.state, len(draft), self.sampler
-        if not (sampler.stateless if draft.parents is None else sampler.scores_only):
-            return draft.tokens.tolist(), None, None
-        keep_scores = state.recorder.scores is not None
-        if draft.parents is None:
-            choices, scores = sampler.choose_block(draft.tokens.clamp(min=0), logits, keep_scores)
-        else:
+        read = [draft.tokens] if draft.finite is None else [draft.tokens, draft.finite]
+        scores, by_block = None, sampler.stateless if draft.parents is None else sampler.scores_only
+        if by_block and draft.parents is None:
+            choices, scores = sampler.choose_block(draft.tokens, logits, state.recorder.scores is not None)
+            read.append(choices)
+        elif by_block:
             choices, scores = sampler.choose_nodes(logits, draft.shape.depths)
-        both = state.ranks.share(torch.cat([draft.tokens, choices], dim=1))
-        if draft.parents is None:
+            read.append(choices)
+        both = state.ranks.share(torch.cat(read, dim=1))  # bool becomes 0 or 1
+        if by_block and draft.parents is None:
             for group in state.groups:  # what will be rejected lies behind the text's end
-                state.text.write_ahead(group, both[group, count:])
+                state.text.write_ahead(group, both[group, -count - 1 :])
         fetched = both.tolist()
-        return [row[:count] for row in fetched], [row[count:] for row in fetched], scores if keep_scores else None
+        if draft.finite is not None:
+            running = [row for row, ended in zip(fetched, state.resting) if not ended]
+            state.speculation.stopped_drafting = any(0 in row[count : 2 * count] for row in running)
+        choices = [row[-count - 1 :] for row in fetched] if by_block else None
+        return [row[:count] for row in fetched], choices, scores
 
     def _choose_next(self, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
         """Choose one token with processors that keep state: they see each emitted token's logits (B, V) once, in order."""

@@ -15,7 +15,7 @@ from transformers.generation import logits_process
 from .decode_state import TokenBuffer
 from .drafter_heads import Candidates
 
-NO_DRAFT = -1  # in the place of a draft token
+CHUNK = 1 << 20  # logits that are processed and sampled at once, where the processors allow for several sequences
 # Drafters are surer than they are right. The factor on their scores with which the expected length of a tree's path is the real
 # one, found by replay for greedy decoding and for sampling alike (docs/results/trees.md).
 CALIBRATION = 0.6
@@ -110,27 +110,30 @@ class Sampler:
         ragged = bool(self.by_sequence)
         return Sampler(self.processors, self.text, noises, self.vocab_size, ragged)
 
-    def propose(self, candidates: Candidates) -> torch.LongTensor:
-        """Turn candidates (B, n, C) into draft tokens (B, n), with the target's processors and noise.
+    def propose(self, candidates: Candidates) -> tuple[torch.LongTensor, torch.BoolTensor]:
+        """Turn candidates (B, n, C) into draft tokens, with the target's processors and noise.
 
         Processors with state are left out. The text cannot depend on a proposal.
 
         Returns:
-            Tokens; `NO_DRAFT` where the logits are not finite.
+            (tokens, finite): each (B, n); `finite` is False where the logits hold a nan or an infinity that is no mask.
         """
         if candidates.ids is not None and self.noises is None and not self.of_drafts.processors:
             finite = candidates.logits.amax(dim=-1).isfinite()
             return candidates.best().masked_fill_(~finite, NO_DRAFT).to(self.text.ids.device)
         logits = candidates.over_vocabulary(self.vocab_size)
         logits = logits[..., : self.vocab_size].to(self.text.ids.device, torch.float32)
-        finite = logits.amax(dim=-1).isfinite()  # -inf is a token that is not possible, but not all are
-        tokens = torch.zeros(logits.shape[:2], dtype=torch.long, device=logits.device)
+        greedy, chosen = logits.max(dim=-1)
+        finite = greedy - greedy == 0  # -inf is a token that is not possible, but not all are
+        sampler = self.of_drafts
+        if not sampler.processors and sampler.noises is None:
+            return chosen, finite
         self.text.reserve(logits.shape[1] + 1)
-        for rows, positions, _, choices in self.of_drafts._by_chunk(logits):
-            tokens[rows, positions] = choices.clamp(min=0)
-            if not self.of_drafts.scores_only:  # the next position looks at this one
-                self.text.write_ahead(rows, tokens[rows, positions], positions.start)
-        return tokens.masked_fill_(~finite, NO_DRAFT)
+        for rows, positions, _, choices in sampler._by_chunk(logits):
+            chosen[rows, positions] = choices.clamp_(min=0)
+            if not sampler.scores_only:  # the next position looks at this one
+                self.text.write_ahead(rows, chosen[rows, positions], positions.start)
+        return chosen, finite
 
     def choose_block(
         self, draft: torch.LongTensor, logits: torch.Tensor, keep_scores: bool = False
@@ -145,10 +148,12 @@ class Sampler:
             (choices, scores): (B, n + 1), -1 where no token is possible; the processed scores (B, n + 1, V), or None unless
             `keep_scores`.
         """
+        if not self.processors and self.noises is None:
+            return logits.argmax(dim=-1), logits if keep_scores else None
         choices = torch.empty(logits.shape[:2], dtype=torch.long, device=logits.device)
         scores = torch.empty_like(logits) if keep_scores else None
         if not self.scores_only:
-            for rows, _ in self._chunks_of_rows():
+            for rows, _ in self._chunks_of_rows(logits):
                 self.text.write_ahead(rows, draft[rows])
         for rows, positions, chunk_scores, chunk_choices in self._by_chunk(logits):
             choices[rows, positions] = chunk_choices
@@ -213,25 +218,24 @@ class Sampler:
         """Yield (rows, positions, scores, choices) of one chunk of a block after the other.
 
         Processing and sampling take several times the memory of the logits that they work on, so they never work on a
-        whole batch of blocks: a chunk is one sequence, or one position of all. Where processors look at the prefix a chunk
-        has one position, and sees the text and what is written ahead of its end.
+        whole batch of large blocks: a chunk is some sequences, one at least, or one position of all. Where processors look at the
+        prefix a chunk has one position, and sees the text and what is written ahead of its end.
         """
         step = logits.shape[1] if self.scores_only else 1
-        for rows, processors in self._chunks_of_rows():
+        for rows, processors in self._chunks_of_rows(logits):
             for i in range(0, logits.shape[1], step):
                 at, scores = [start + i for start in self.text.lengths[rows]], logits[rows, i : i + step]
                 for processor in processors:
                     scores = processor(self.text.view(rows, i), scores.flatten(0, 1)).view_as(scores)
                 yield rows, slice(i, i + step), scores, self._choose(scores, at, rows)
 
-    def _chunks_of_rows(self) -> list[tuple[slice, LogitsProcessorList]]:
+    def _chunks_of_rows(self, logits: torch.Tensor) -> list[tuple[slice, LogitsProcessorList]]:
         count = len(self.text.lengths)
-        if self.noises is None and not self.processors:  # a mere argmax takes no memory
-            return [(slice(0, count), self.processors)]
-        if self.by_sequence:
+        if self.by_sequence and self.processors:
             return [(slice(row, row + 1), processors) for row, processors in enumerate(self.by_sequence)]
         if self.scores_only:
-            return [(slice(row, row + 1), self.processors) for row in range(count)]
+            size = max(CHUNK // logits[0].numel(), 1)
+            return [(slice(row, min(row + size, count)), self.processors) for row in range(0, count, size)]
         return [(slice(0, count), self.processors)]
 
 
@@ -262,4 +266,4 @@ def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProces
 def gumbel_argmax(scores: torch.Tensor, noise: torch.Tensor) -> torch.LongTensor:
     """Sample softmax(scores) (..., V) with Gumbel noise (..., V): choices (...), -1 where no token is possible."""
     best, choices = (scores + noise).max(dim=-1)
-    return choices.masked_fill(~best.isfinite(), -1)
+    return torch.where(best - best == 0, choices, -1)  # neither an infinity nor a nan

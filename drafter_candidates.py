@@ -48,11 +48,13 @@ class Draft:
         tokens: (B, n); n is 0 in a round without draft tokens.
         parents: (n) index of each token's parent, -1 for the anchor; None for a chain. On the host, where trees are built.
         scores: (n) log probability that the token lies on the accepted path; None where the proposer has none.
+        finite: (B, n) False where the proposer's logits were not finite, so that it has nothing to say; None where all are.
     """
 
     tokens: torch.LongTensor
     parents: list[int] | None = None
     scores: list[float] | None = None
+    finite: torch.BoolTensor | None = None
 
     @classmethod
     def of_tree(cls, ids: torch.LongTensor, log_probs: list, num_nodes: int) -> "Draft":
@@ -231,7 +233,8 @@ class DFlashProposer:
             log_probs = log_probs.tolist()
             if not any(math.isnan(row[0]) for row in log_probs):
                 return Draft.of_tree(ids, log_probs, plan.num_nodes)
-        return Draft(sampler.propose(candidates))
+        tokens, finite = sampler.propose(candidates)
+        return Draft(tokens, finite=finite)
 
     def absorb(self):
         """Read the context so far without drafting: of a long prompt only keys and values stay, chunk by chunk."""

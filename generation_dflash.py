@@ -330,14 +330,14 @@ class Decoding:
         if not ranks.shared:
             return draft
         if draft.parents is None:
-            return Draft(ranks.share(draft.tokens), scores=draft.scores)
+            return Draft(ranks.share(draft.tokens), scores=draft.scores, finite=draft.finite)
         both = torch.stack([draft.tokens[0], torch.tensor(draft.parents, device=draft.tokens.device)])
         tokens, parents = ranks.share(both)
         return Draft(tokens[None], parents.tolist(), draft.scores)
 
     def verify(self, draft: Draft):
         """Run the target over every anchor and its draft tokens, in one forward pass."""
-        state, fed = self.state, draft.tokens.clamp(min=0)  # `NO_DRAFT` is no token, and will be rejected
+        state, fed = self.state, draft.tokens
         shape = draft.shape
         if shape is not None and self.runner.rollback.fixed_lengths:
             shape = shape.padded(next(size for size in TREE_SIZES if size >= len(draft)))

@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from dflash_hub.decode_choice import NO_DRAFT, GumbelNoise, Sampler, gumbel_argmax
+from dflash_hub.decode_choice import GumbelNoise, Sampler, gumbel_argmax
 from dflash_hub.decode_state import TokenBuffer
 from dflash_hub.drafter_heads import Candidates
 from helpers.tiny import DRAFTERS, prompt_of, tiny_drafter, tiny_target
@@ -83,8 +83,8 @@ def test_a_position_without_a_possible_token_has_no_choice():
     noise = torch.zeros(3, 2)
     assert gumbel_argmax(scores, noise).tolist() == [0, -1, -1]
     noises = [GumbelNoise(0, 0, 3, torch.device("cpu"))]
-    drafts = sampler_of(torch.zeros(1, 7, dtype=torch.long), [], noises, [4]).propose(Candidates(scores[None]))
-    assert drafts[0, 1:].tolist() == [NO_DRAFT, NO_DRAFT]
+    _, finite = sampler_of(torch.zeros(1, 7, dtype=torch.long), [], noises, [4]).propose(Candidates(scores[None]))
+    assert finite.tolist() == [[True, False, False]]
 
 
 def test_pitfall_10_same_distributions_propose_the_same():
@@ -93,7 +93,7 @@ def test_pitfall_10_same_distributions_propose_the_same():
     processors = [lp.TemperatureLogitsWarper(0.9), lp.RepetitionPenaltyLogitsProcessor(1.4)]
     text, noises = torch.zeros(1, 10, dtype=torch.long), [GumbelNoise(0, 0, 6, torch.device("cpu"))]
     sampler = sampler_of(text, processors, noises, [4], vocab_size=40)
-    drafts = sampler.propose(Candidates(logits[None]))
+    drafts, _ = sampler.propose(Candidates(logits[None]))
     choices, scores = sampler.choose_block(drafts[:, :-1], logits[None])
     assert torch.equal(choices, drafts) and scores is None
 

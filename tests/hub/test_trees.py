@@ -301,7 +301,7 @@ def test_the_noise_belongs_to_the_weights():
     logits = torch.randn(1, 5, 30, generator=torch.Generator().manual_seed(2))
     sampler = Sampler(LogitsProcessorList([lp.TemperatureLogitsWarper(0.7)]), text, noise, 30, ragged=False)
     ids, _ = sampler.rank(Candidates(logits), 6)
-    assert torch.equal(ids[None, :, 0], sampler.propose(Candidates(logits)))
+    assert torch.equal(ids[None, :, 0], sampler.propose(Candidates(logits))[0])
 
 
 # ------------------------------------------------------------------------------------------------------------------
