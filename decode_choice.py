@@ -15,7 +15,7 @@ from transformers.generation import logits_process
 from .decode_state import TokenBuffer
 from .drafter_heads import Candidates
 
-CHUNK = 1 << 20  # logits that are processed and sampled at once, where the processors allow for several sequences
+CHUNK = 1 << 15  # logits that are processed and sampled at once, where the processors allow for several sequences
 # Drafters are surer than they are right. The factor on their scores with which the expected length of a tree's path is the real
 # one, found by replay for greedy decoding and for sampling alike (docs/results/trees.md).
 CALIBRATION = 0.6
@@ -130,9 +130,10 @@ class Sampler:
             return chosen, finite
         self.text.reserve(logits.shape[1] + 1)
         for rows, positions, _, choices in sampler._by_chunk(logits):
-            chosen[rows, positions] = choices.clamp_(min=0)
+            choices = choices if sampler.noises is None else choices.clamp_(min=0)
+            chosen[rows, positions] = choices
             if not sampler.scores_only:  # the next position looks at this one
-                self.text.write_ahead(rows, chosen[rows, positions], positions.start)
+                self.text.write_ahead(rows, choices, positions.start)
         return chosen, finite
 
     def choose_block(
