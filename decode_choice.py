@@ -119,8 +119,8 @@ class Sampler:
             (tokens, finite): each (B, n); `finite` is False where the logits hold a nan or an infinity that is no mask.
         """
         if candidates.ids is not None and self.noises is None and not self.of_drafts.processors:
-            finite = candidates.logits.amax(dim=-1).isfinite()
-            return candidates.best().masked_fill_(~finite, NO_DRAFT).to(self.text.ids.device)
+            greedy = candidates.logits.amax(dim=-1)
+            return candidates.best().to(self.text.ids.device), (greedy - greedy == 0).to(self.text.ids.device)
         logits = candidates.over_vocabulary(self.vocab_size)
         logits = logits[..., : self.vocab_size].to(self.text.ids.device, torch.float32)
         greedy, chosen = logits.max(dim=-1)
@@ -193,6 +193,10 @@ class Sampler:
         Args:
             candidates: (1, n, C) of a drafter.
         """
+        if candidates.ids is not None and self.noises is None and not self.processors:
+            best = candidates.logits[0].float().topk(min(count, candidates.logits.shape[-1]), dim=-1)
+            ids = candidates.ids.expand(candidates.logits.shape)[0].gather(-1, best.indices)
+            return ids.to(self.text.ids.device), (CALIBRATION * best.values).log_softmax(dim=-1)
         logits = candidates.over_vocabulary(self.vocab_size)[0, :, : self.vocab_size]
         scores = logits.to(self.text.ids.device, torch.float32)  # (n, V)
         for processor in self.processors:
