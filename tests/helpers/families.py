@@ -15,7 +15,7 @@ from pathlib import Path
 import dflash_hub
 import torch
 import transformers
-from dflash_hub import DFlashDraftModel
+from dflash_hub import DFlashDraftModel, speculative_generate
 from dflash_hub.convert.init import _first, derive_config, target_skeleton
 from dflash_hub.drafter_candidates import DFlashProposer
 from dflash_hub.target_model import CACHE
@@ -24,8 +24,11 @@ from transformers.cache_utils import Cache, QuantizedLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where it runs as a script
+from helpers.trees import TREES, ScriptedTrees
+
 VOCAB, LAYERS = 97, 6
-VERDICTS = ("exact", "lockstep", "refused", "wrong", "not tried")
+VERDICTS = ("exact", "lockstep", "chain", "refused", "wrong", "not tried")
 TAPS = [1, 2, 3]
 ROOT = Path(dflash_hub.__file__).resolve().parent
 
@@ -275,8 +278,8 @@ def padded_batch() -> dict:
 ONE = {"input_ids": torch.randint(3, VOCAB - 1, (1, 12), generator=torch.Generator().manual_seed(2))}
 
 
-def trial(model_type: str) -> tuple[str, str, str, str]:
-    """Verdicts on one sequence, on a batch in lockstep and on a ragged batch, and a note.
+def trial(model_type: str) -> tuple[str, str, str, str, str]:
+    """Verdicts on one sequence, on a batch in lockstep, on a ragged batch and on draft trees, and a note.
 
     Exact; refused, with our sentence; wrong; or not tried, where no tiny target could be made or plain `generate` is no
     reference. A ragged batch can also be in lockstep: exact, but its sequences advance by the same counts all the same.
@@ -288,17 +291,40 @@ def trial(model_type: str) -> tuple[str, str, str, str]:
         target.generate(**ONE, max_new_tokens=4, do_sample=False)
     except Exception as error:  # a family whose tiny target needs care of its own; the table says so
         signal.setitimer(signal.ITIMER_PROF, 0)
-        return (*["refused" if _ours(error) else "not tried"] * 3, _note(error))
+        return (*["refused" if _ours(error) else "not tried"] * 4, _note(error))
     try:
-        one = together = apart = _verdict(target, drafter, 16, **ONE)
+        one = together = apart = tree = _verdict(target, drafter, 16, **ONE)
         if one[0] == "exact":  # what one sequence does not get, a batch does not
             # A returned cache is plain's, which keeps the sequences together.
             together = _verdict(target, drafter, 12, **padded_batch(), return_dict_in_generate=True)
             apart = _verdict(target, drafter, 12, **padded_batch())
+            tree = _tree_verdict(target, drafter.config.target_layer_ids[:1])
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    verdicts, notes = zip(one, ("exact", together[1]) if together[0] == "lockstep" else together, apart)
+    verdicts, notes = zip(one, ("exact", together[1]) if together[0] == "lockstep" else together, apart, tree)
     return (*verdicts, "; ".join(dict.fromkeys(filter(None, notes))))
+
+
+def _tree_verdict(target, layer_ids: list[int]) -> tuple[str, str]:
+    """A verdict on draft trees: exact; chain, where they are refused, with the reason; or wrong."""
+    kwargs = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, **ONE}
+    plain = _sequences(target.generate(**kwargs))
+    for kind in TREES:
+        proposer = ScriptedTrees(plain[0].tolist(), kind, VOCAB, target_layer_ids=layer_ids)
+        try:
+            text, speculation = speculative_generate(
+                target, proposer, num_assistant_tokens=4, num_tree_nodes=9, **kwargs
+            )
+        except Exception as error:
+            if "`num_tree_nodes=9`" in str(error):
+                return "chain", "trees: " + re.search("not supported here: (.*). Leave", str(error))[1]
+            return "wrong", _note(error)
+        if not torch.equal(text, plain):
+            return "wrong", f"another text with {kind} trees"
+        full = [a for a, d in zip(speculation.accepted[0], speculation.drafted[0]) if a == d]
+        if kind == "oracle" and len(full) < len(speculation.accepted[0]):
+            return "wrong", "nodes of an oracle were rejected"
+    return "exact", ""
 
 
 def _verdict(target, drafter, new_tokens: int, **inputs) -> tuple[str, str]:
@@ -352,11 +378,11 @@ def main():
     rows = []
     for model_type in families or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         rows.append((model_type, *trial(model_type)))
-        print("{:28} {:10} {:10} {:10} {}".format(*rows[-1]), flush=True)
+        print("{:28} {:10} {:10} {:10} {:10} {}".format(*rows[-1]), flush=True)
     if families:
         return
     counts = []
-    for column, what in ((1, "one sequence"), (2, "a batch in lockstep"), (3, "a ragged batch")):
+    for column, what in ((1, "one sequence"), (2, "a batch in lockstep"), (3, "a ragged batch"), (4, "trees")):
         found = Counter(row[column] for row in rows)
         counts.append(f"{what}: " + ", ".join(f"{found[verdict]} {verdict}" for verdict in VERDICTS if found[verdict]))
     lines = [
@@ -366,14 +392,15 @@ def main():
         "a half-right and an oracle drafter against plain `generate`, and accepted counts. Tried with one sequence, and with "
         "three prompts of different lengths, padded on the left: in lockstep, where all advance by the same count, and ragged, "
         "where each advances by its own. *lockstep* in the last column: such a batch is exact too, and its sequences advance "
-        "together, because the target was seen to count positions by the columns of its cache, or its cache cannot be moved.",
+        "together, because the target was seen to count positions by the columns of its cache, or its cache cannot be moved. Draft "
+        "trees were tried with one sequence; *chain*: the family gets chains, and an error for a number of nodes.",
         "",
         f"`python tests/helpers/families.py docs/families.md`, transformers {transformers.__version__}, torch {torch.__version__}, CPU. "
         f"{'; '.join(counts)}.",
         "",
-        "| family | one sequence | batch in lockstep | ragged batch | why |",
-        "|---|---|---|---|---|",
-        *("| " + " | ".join((*row[:4], row[4].replace("|", "/"))) + " |" for row in rows),
+        "| family | one sequence | batch in lockstep | ragged batch | trees | why |",
+        "|---|---|---|---|---|---|",
+        *("| " + " | ".join((*row[:5], row[5].replace("|", "/"))) + " |" for row in rows),
     ]
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 

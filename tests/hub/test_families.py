@@ -237,11 +237,11 @@ def test_a_chat_turn_after_an_image_that_was_read_without_the_drafter(drafts_of)
 # ------------------------------------------------------------------------------------------------- the table
 
 
-def table() -> dict[str, tuple[str, str, str]]:
-    """By family: the verdicts on one sequence, a batch in lockstep and a ragged batch."""
+def table() -> dict[str, tuple[str, str, str, str]]:
+    """By family: the verdicts on one sequence, a batch in lockstep, a ragged batch and draft trees."""
     one = "(" + "|".join(VERDICTS) + ")"
     lines = re.findall(
-        rf"^\| ([\w.-]+) \| {one} \| {one} \| {one} \| .* \|$", (ROOT / "docs/families.md").read_text(), re.M
+        rf"^\| ([\w.-]+) \| {one} \| {one} \| {one} \| {one} \| .* \|$", (ROOT / "docs/families.md").read_text(), re.M
     )
     return {name: tuple(verdicts) for name, *verdicts in lines}
 
@@ -261,13 +261,13 @@ def test_the_table_holds(family):
     """Learned positions, ALiBi, windows, mrope and states, and one that is kept in lockstep; `make test-slow` tries them all."""
     if transformers.__version__ not in (ROOT / "docs/families.md").read_text():
         pytest.skip("the table is of another transformers")
-    assert trial(family)[:3] == table()[family]
+    assert trial(family)[:4] == table()[family]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 def test_every_row_of_the_table(family):
-    assert trial(family)[:3] == table()[family]
+    assert trial(family)[:4] == table()[family]
 
 
 # ------------------------------------------------------------------------------------------------- furniture
