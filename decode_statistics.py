@@ -26,6 +26,7 @@ class Speculation:
         notes: what the proposer says of the call, a sentence each.
         nodes: by row, then by round: tokens that were verified beside the anchor, which in a tree are more than `drafted`.
         branched_rounds: rounds whose path was not made of the first nodes of the tree.
+        tree_tokens, predicted_tokens: tokens that rounds with trees added, and that the scores of their nodes predicted.
     """
 
     acceptance_lengths: list[list[int]] = field(default_factory=lambda: [[]])
@@ -42,12 +43,19 @@ class Speculation:
     notes: list[str] = field(default_factory=list)
     nodes: list[list[int]] = field(default_factory=lambda: [[]])
     branched_rounds: int = 0
+    tree_tokens: int = 0
+    predicted_tokens: float = 0.0
 
     @classmethod
     def of_rows(cls, rows: int) -> "Speculation":
         speculation = cls(*([[] for _ in range(rows)] for _ in range(3)))
         speculation.nodes = [[] for _ in range(rows)]
         return speculation
+
+    def add_tree(self, predicted: float, added: int):
+        """Count what a tree was expected to add, the target's own token included, and what it added."""
+        self.predicted_tokens += predicted
+        self.tree_tokens += added
 
     def add_round(self, row: int, drafted: int, accepted: int, added: int, nodes: int, branched: bool):
         """Count a round of one sequence.
@@ -140,6 +148,10 @@ class Speculation:
         if self.num_drafted:
             figures["acceptance_length_with_draft"] = self.drafted_acceptance_length
             figures["acceptance_rate"] = self.num_accepted / self.num_drafted
+        if self.tree_tokens:
+            figures["tree_nodes"] = sum(map(sum, self.nodes))
+            figures["tree_rounds_with_branch"] = self.branched_rounds
+            figures["tree_tokens"], figures["tree_tokens_predicted"] = self.tree_tokens, self.predicted_tokens
         return figures | {f"acceptance_position_{k}": share for k, share in enumerate(self.slot_acceptance, start=1)}
 
     def summary(self) -> str:
@@ -164,6 +176,11 @@ class Speculation:
                 f"draft tokens: {self.num_accepted} of {self.num_drafted} accepted ({figures['acceptance_rate']:.0%})",
                 "accepted up to position 1, 2, ...: " + " ".join(f"{share:.2f}" for share in self.slot_acceptance),
             ]
+        if self.tree_tokens:
+            lines.append(
+                f"trees: {figures['tree_nodes']} nodes verified, a branch kept in {_count(self.branched_rounds, 'round')}, "
+                f"{self.tree_tokens} tokens of {self.predicted_tokens:.0f} predicted"
+            )
         return "\n".join(lines + self.notes)
 
     def __str__(self) -> str:

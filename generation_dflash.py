@@ -9,6 +9,7 @@ Legend of shapes: B sequences, n draft tokens of a round, V vocabulary.
 
 import functools
 import inspect
+import math
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel
@@ -373,6 +374,8 @@ class Decoding:
             return
         for row in running:
             state.speculation.add_round(row, drafted, accepted[row], path.counts[row], len(draft), path.branches)
+        if draft.scores is not None:
+            state.speculation.add_tree(1 + sum(map(math.exp, draft.scores)), path.longest)
         if self.clock.wanted:
             in_lockstep = state.batch > 1 and state.lockstep
             counts = [min(drafted, path.counts[row] - 1) if in_lockstep else accepted[row] for row in running]
