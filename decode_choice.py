@@ -7,6 +7,7 @@ whenever their distributions do.
 """
 
 import copy
+import math
 
 import torch
 from transformers import LogitsProcessorList
@@ -129,12 +130,65 @@ class Sampler:
         if not sampler.processors and sampler.noises is None:
             return chosen, finite
         self.text.reserve(logits.shape[1] + 1)
-        for rows, positions, _, choices in sampler._by_chunk(logits):
+        for rows, positions, scores, starts in sampler._by_chunk(logits):
+            choices = sampler._choose(scores, starts, rows)
             choices = choices if sampler.noises is None else choices.clamp_(min=0)
             chosen[rows, positions] = choices
             if not sampler.scores_only:  # the next position looks at this one
                 self.text.write_ahead(rows, choices, positions.start)
         return chosen, finite
+
+    @property
+    def at_once(self) -> bool:
+        """Whether all draft positions can be processed together: no processor looks at the tokens drafted before one."""
+        return self.of_drafts.scores_only
+
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by."""
+        warpers = [p for p in self.of_drafts.processors if type(p) is logits_process.TemperatureLogitsWarper]
+        return math.prod(warper.temperature for warper in warpers)
+
+    def shortlist(self, candidates: Candidates, count: int, first: int = 0) -> tuple[Candidates, torch.BoolTensor]:
+        """Keep the `count` likeliest candidates of each position, which a path is chosen from.
+
+        Their logits are what the target's processors and the position's noise make of them, in the scale of the drafter's: the
+        noise is known, and what the target will choose is rarely among the likeliest without it.
+
+        Args:
+            candidates: (B, m, C) of a drafter; m is 1 unless `at_once`.
+            first: draft position of the first of them, from 0.
+
+        Returns:
+            (candidates (B, m, count), finite (B, m) as of `propose`).
+        """
+        sampler = self.of_drafts
+        logits = candidates.over_vocabulary(self.vocab_size)[..., : self.vocab_size]
+        logits = logits.to(self.text.ids.device, torch.float32)
+        likeliest = logits.amax(dim=-1)
+        finite = likeliest - likeliest == 0
+        if sampler.noises is None and not sampler.processors:
+            return Candidates(logits).top(count), finite
+        self.text.reserve(first + logits.shape[1] + 1)
+        best = logits.new_empty(*logits.shape[:2], min(count, self.vocab_size))
+        ids = torch.empty_like(best, dtype=torch.long)
+        for rows, positions, scores, starts in sampler._by_chunk(logits, first):
+            if sampler.noises is not None:
+                scores = scores + sampler._noise(starts, rows, scores)
+            best[rows, positions], ids[rows, positions] = scores.topk(best.shape[-1], dim=-1)
+        return Candidates(best * self.temperature, ids), finite
+
+    def pick(self, candidates: Candidates, position: int) -> torch.LongTensor:
+        """Choose the draft token (B, 1) of one position among candidates (B, 1, C) of a shortlist."""
+        tokens = candidates.best()
+        if not self.at_once:  # the next position looks at this one
+            for rows, _ in self.of_drafts._chunks_of_rows(candidates.logits):
+                self.text.write_ahead(rows, tokens[rows], position)
+        return tokens
+
+    def log_probs(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return calibrated log probabilities (..., C) of candidates by logits of a shortlist."""
+        return (CALIBRATION / self.temperature * logits).log_softmax(dim=-1)
 
     def choose_block(
         self, draft: torch.LongTensor, logits: torch.Tensor, keep_scores: bool = False
@@ -156,8 +210,8 @@ class Sampler:
         if not self.scores_only:
             for rows, _ in self._chunks_of_rows(logits):
                 self.text.write_ahead(rows, draft[rows])
-        for rows, positions, chunk_scores, chunk_choices in self._by_chunk(logits):
-            choices[rows, positions] = chunk_choices
+        for rows, positions, chunk_scores, starts in self._by_chunk(logits):
+            choices[rows, positions] = self._choose(chunk_scores, starts, rows)
             if keep_scores:
                 scores[rows, positions] = chunk_scores
         return choices, scores
@@ -184,19 +238,19 @@ class Sampler:
         noise = self.noises[0].at(self.text.lengths[0], max(depths) + 1, scores.shape[-1])  # (depths, V)
         return gumbel_argmax(scores, noise[depths][None]), scores
 
-    def rank(self, candidates: Candidates, count: int) -> tuple[torch.LongTensor, torch.Tensor]:
-        """Return the `count` likeliest tokens of each draft position and their calibrated log probabilities, each (n, C).
+    def likeliest(self, candidates: Candidates, count: int) -> Candidates:
+        """Return the `count` likeliest tokens (n, C) of each draft position of one sequence, their logits as of `shortlist`.
 
-        When sampling, the noise of the position is known, so it belongs to the weight. Processors that look at the text are
-        left out: what stands before a token differs from node to node.
+        Processors that look at the text are left out: what stands before a token of a tree differs from node to node.
 
         Args:
             candidates: (1, n, C) of a drafter.
         """
         if candidates.ids is not None and self.noises is None and not self.processors:
-            best = candidates.logits[0].float().topk(min(count, candidates.logits.shape[-1]), dim=-1)
-            ids = candidates.ids.expand(candidates.logits.shape)[0].gather(-1, best.indices)
-            return ids.to(self.text.ids.device), (CALIBRATION * best.values).log_softmax(dim=-1)
+            best = Candidates(candidates.logits[0].float(), candidates.ids.expand(candidates.logits.shape)[0]).top(
+                count
+            )
+            return Candidates(best.logits, best.ids.to(self.text.ids.device))
         logits = candidates.over_vocabulary(self.vocab_size)[0, :, : self.vocab_size]
         scores = logits.to(self.text.ids.device, torch.float32)  # (n, V)
         for processor in self.processors:
@@ -204,8 +258,19 @@ class Sampler:
                 scores = processor(self.text.view(slice(0, 1)), scores)
         if self.noises is not None:
             scores = scores + self.noises[0].at(self.text.lengths[0], *scores.shape)
-        best = scores.topk(min(count, scores.shape[-1]), dim=-1)
-        return best.indices, (CALIBRATION * best.values).log_softmax(dim=-1)
+        best = Candidates(scores).top(count)
+        return Candidates(best.logits * self.temperature, best.ids)
+
+    def rank(self, candidates: Candidates, count: int) -> tuple[torch.LongTensor, torch.Tensor]:
+        """Return the `count` likeliest tokens of each draft position and their calibrated log probabilities, each (n, C).
+
+        When sampling, the noise of the position is known, so it belongs to the weight.
+
+        Args:
+            candidates: (1, n, C) of a drafter.
+        """
+        best = self.likeliest(candidates, count)
+        return best.ids, self.log_probs(best.logits)
 
     def choose_next(self, logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
         """Choose the token after the text from logits (B, V), with processors of any kind, which see it once: ((B), scores (B, V))."""
@@ -216,11 +281,15 @@ class Sampler:
         """Choices (r, n) of the scores (r, n, V) of some sequences at positions starts[i]..; -1 where no token is possible."""
         if self.noises is None:
             return scores.argmax(dim=-1)
-        noise = [noise.at(start, *scores.shape[1:]) for noise, start in zip(self.noises[rows], starts)]
-        return gumbel_argmax(scores, noise[0][None] if len(noise) == 1 else torch.stack(noise))
+        return gumbel_argmax(scores, self._noise(starts, rows, scores))
 
-    def _by_chunk(self, logits: torch.Tensor):
-        """Yield (rows, positions, scores, choices) of one chunk of a block after the other.
+    def _noise(self, starts: list[int], rows: slice, scores: torch.Tensor) -> torch.Tensor:
+        """Return the noise of the positions that scores (r, n, V) are of, in their shape or one that expands to it."""
+        noise = [noise.at(start, *scores.shape[1:]) for noise, start in zip(self.noises[rows], starts)]
+        return noise[0][None] if len(noise) == 1 else torch.stack(noise)
+
+    def _by_chunk(self, logits: torch.Tensor, first: int = 0):
+        """Yield (rows, positions, scores, starts) of one chunk of a block, whose first draft position is `first`, after the other.
 
         Processing and sampling take several times the memory of the logits that they work on, so they never work on a
         whole batch of large blocks: a chunk is some sequences, one at least, or one position of all. Where processors look at the
@@ -229,10 +298,10 @@ class Sampler:
         step = logits.shape[1] if self.scores_only else 1
         for rows, processors in self._chunks_of_rows(logits):
             for i in range(0, logits.shape[1], step):
-                at, scores = [start + i for start in self.text.lengths[rows]], logits[rows, i : i + step]
+                starts, scores = [n + first + i for n in self.text.lengths[rows]], logits[rows, i : i + step]
                 for processor in processors:
-                    scores = processor(self.text.view(rows, i), scores.flatten(0, 1)).view_as(scores)
-                yield rows, slice(i, i + step), scores, self._choose(scores, at, rows)
+                    scores = processor(self.text.view(rows, first + i), scores.flatten(0, 1)).view_as(scores)
+                yield rows, slice(i, i + step), scores, starts
 
     def _chunks_of_rows(self, logits: torch.Tensor) -> list[tuple[slice, LogitsProcessorList]]:
         count = len(self.text.lengths)

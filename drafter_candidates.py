@@ -5,7 +5,6 @@ layers, n draft tokens, V vocabulary.
 """
 
 import itertools
-import math
 import weakref
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import CandidateGenerator
 
 from .drafter_heads import Candidates
+from .drafter_paths import MostLikely, edges, path_head, walk
 from .drafter_tree import MAX_SIBLINGS, best_first
 from .drafter_vocabulary import make_head, whole_head_reason
 from .target_cache import move_right, trim_left
@@ -208,7 +208,7 @@ class DFlashProposer:
         self.start = 0  # position of the first context token; not 0 where a prefix was left out
         self.embedding = target.get_input_embeddings()
         self.num_tokens = embedding_rows(target)
-        self.head = make_head(drafter, target, self.num_tokens)
+        self.head = path_head(drafter, make_head(drafter, target, self.num_tokens))
         reason = whole_head_reason(drafter, target)
         self.notes = [] if reason is None else [reason]
         self.mask_embeds: torch.Tensor | None = None  # (1, block_size - 1, H)
@@ -229,12 +229,24 @@ class DFlashProposer:
         self.see(accepted, AcceptedTokens(anchor, []))
         candidates = self.candidates(anchor, accepted.states, plan.num_draft_tokens, counts=accepted.counts)
         if plan.num_nodes is not None:
-            ids, log_probs = sampler.rank(candidates, min(plan.num_nodes, MAX_SIBLINGS))  # each (n, C)
-            log_probs = log_probs.tolist()
-            if not any(math.isnan(row[0]) for row in log_probs):
+            ids, log_probs = self._ranked(candidates, anchor, sampler, min(plan.num_nodes, MAX_SIBLINGS))
+            if log_probs is not None:
                 return Draft.of_tree(ids, log_probs, plan.num_nodes)
-        tokens, finite = sampler.propose(candidates)
+        if self.head.looks_back:
+            tokens, finite = walk(self.head, candidates, anchor, sampler)
+        else:
+            tokens, finite = sampler.propose(candidates)
         return Draft(tokens, finite=finite)
+
+    def _ranked(self, candidates: Candidates, anchor: torch.LongTensor, sampler, most: int):
+        """Return what a tree is made of: ids (n, C), and log probabilities for `best_first`, None where some are nan."""
+        if self.head.looks_back:
+            ids, log_probs = edges(self.head, candidates, anchor, sampler, min(most, self.head.num_candidates))
+        else:
+            ids, log_probs = sampler.rank(candidates, most)
+            log_probs = [log_probs]
+        finite = not any(bool(part.isnan().any()) for part in log_probs)
+        return ids, [row for part in log_probs for row in part.tolist()] if finite else None
 
     def absorb(self):
         """Read the context so far without drafting: of a long prompt only keys and values stay, chunk by chunk."""
@@ -426,8 +438,12 @@ class DFlashCandidateGenerator(CandidateGenerator):
         attention_mask = model_kwargs.get("attention_mask")
         if attention_mask is not None:
             attention_mask = attention_mask[:, : length - 1]
-        logits = self.proposer.draft_logits(input_ids[:, -1:], context, num_draft, attention_mask)
-        return torch.cat([input_ids, logits.argmax(dim=-1).to(input_ids.device)], dim=1), None
+        candidates = self.proposer.candidates(input_ids[:, -1:], context, num_draft, attention_mask)
+        if self.proposer.head.looks_back:
+            tokens, _ = walk(self.proposer.head, candidates, input_ids[:, -1:], MostLikely)
+        else:
+            tokens = candidates.best()
+        return torch.cat([input_ids, tokens.to(input_ids.device)], dim=1), None
 
     def update_candidate_strategy(self, input_ids, scores, num_matches):
         """Do nothing, where transformers lets a generator adapt: the number of draft tokens is fixed."""

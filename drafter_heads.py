@@ -11,7 +11,6 @@ import copy
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 
@@ -24,22 +23,31 @@ class Candidates:
         ids: (..., C) token ids of the candidates; None where they are the whole vocabulary, in order.
         confidence: (...) log probability that the position is accepted, where a head has one.
         state: what the head carries on along a path; None where it looks at no earlier token.
+        hidden_states: (..., H) that they were scored from, where the head looks at the previous token.
     """
 
     logits: torch.Tensor
     ids: torch.LongTensor | None = None
     confidence: torch.Tensor | None = None
     state: torch.Tensor | None = None
+    hidden_states: torch.Tensor | None = None
 
     def at(self, positions: slice) -> "Candidates":
         """Return those of some positions, the last dimension but one of the logits."""
-        ids, confidence = self.ids, self.confidence
+        ids, confidence, hidden_states = self.ids, self.confidence, self.hidden_states
         return Candidates(
             self.logits[..., positions, :],
             None if ids is None else ids[..., positions, :],
             None if confidence is None else confidence[..., positions],
             self.state,
+            None if hidden_states is None else hidden_states[..., positions, :],
         )
+
+    def top(self, count: int) -> "Candidates":
+        """Keep the `count` likeliest of each position."""
+        logits, chosen = self.logits.topk(min(count, self.logits.shape[-1]), dim=-1)
+        ids = chosen if self.ids is None else self.ids.gather(-1, chosen)
+        return Candidates(logits, ids, self.confidence, self.state, self.hidden_states)
 
     def over_vocabulary(self, vocab_size: int) -> torch.Tensor:
         """Return logits (..., V) of the whole vocabulary, -inf at tokens that are no candidates."""
@@ -103,78 +111,3 @@ class TargetHead:
         if self.num_tokens is not None and logits.shape[-1] > self.num_tokens:
             logits[..., self.num_tokens :] = -torch.inf
         return Candidates(logits)
-
-
-class CandidateSelector(nn.Module):
-    """Scores pairs of tokens that follow one another, of low rank (DFlash 2).
-
-    score(previous, candidate) = sum over R of predecessor[previous] * (hidden_projection h) * successor[candidate]
-    """
-
-    def __init__(self, config):
-        super().__init__()
-        # Not `nn.Embedding`: all checkpoints but those of a bare module have these names.
-        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))
-        self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))
-        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
-
-    def forward(
-        self, hidden_states: torch.Tensor, previous_tokens: torch.LongTensor, ids: torch.LongTensor | None
-    ) -> torch.Tensor:
-        """Return the scores (..., P, C) of candidates behind previous tokens.
-
-        Args:
-            hidden_states: (..., H).
-            previous_tokens: (..., P).
-            ids: (..., C) of the candidates; None for the whole vocabulary.
-        """
-        gate = self.hidden_projection(hidden_states)[..., None, :]  # (..., 1, R)
-        behind = F.embedding(previous_tokens, self.predecessor_codebook) * gate  # (..., P, R)
-        if ids is None:
-            return behind @ self.successor_codebook.T
-        return behind @ F.embedding(ids, self.successor_codebook).transpose(-1, -2)
-
-
-class SelectorHead:
-    """DFlash 2's head: the scores of a head that stands under it, and of pairs of tokens on top (DFlash 2's selector).
-
-    Args:
-        base: a head that looks at no previous token.
-        selector: the drafter's part; its scores are logits of the scale of the base's.
-        num_candidates: candidates of a position that a path is chosen from.
-    """
-
-    looks_back = True
-
-    def __init__(self, base, selector: CandidateSelector, num_candidates: int):
-        self.base, self.selector, self.num_candidates = base, selector, num_candidates
-
-    @property
-    def module(self) -> nn.Module:
-        """The target's output embeddings under it."""
-        return self.base.module
-
-    def __call__(self, hidden_states: torch.Tensor) -> Candidates:
-        """Score the tokens after `hidden_states` (..., H) without looking at a previous token."""
-        return self.base(hidden_states)
-
-    def follow(
-        self, candidates: Candidates, hidden_states: torch.Tensor, previous_tokens: torch.LongTensor, state=None
-    ) -> Candidates:
-        """Score the candidates of positions again, behind given tokens.
-
-        Args:
-            candidates: (..., C) of these positions, scored by the base.
-            hidden_states: (..., H) of them.
-            previous_tokens: (..., P).
-
-        Returns:
-            (..., P, C).
-        """
-        device = self.selector.successor_codebook.device
-        ids = None if candidates.ids is None else candidates.ids.to(device)
-        pairs = self.selector(
-            hidden_states.to(device, self.selector.successor_codebook.dtype), previous_tokens.to(device), ids
-        )
-        logits = candidates.logits[..., None, :] + pairs.to(candidates.logits.device, candidates.logits.dtype)
-        return Candidates(logits, None if ids is None else candidates.ids[..., None, :])

@@ -5,7 +5,7 @@ from two sources: the target's hidden features of the accepted text (the context
 from the block only, so a pass costs the block's length, whatever the length of the text.
 
 DFlash 2 adds two parts, each optional: a convolution along the block around every attention and every MLP, here, and a
-selector that chooses a path among candidates (`drafter_heads.py`).
+selector that chooses a path among candidates (`drafter_paths.py`).
 
 Legend of shapes: B batch, C new context tokens, K block tokens, P context tokens in the cache, S = P + C + K keys,
 H hidden, T tapped layers, D head size, W window, N blocks side by side, G groups of channels.
@@ -34,7 +34,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_dflash import DFlashConfig
 from .drafter_candidates import DFlashProposer
-from .drafter_heads import CandidateSelector
+from .drafter_paths import CandidateSelector
 from .drafter_vocabulary import check_token_ids, offsets_of, token_ids_of
 from .generation_dflash import assisted_generate, install_generate_hook
 from .hub_files import check_finite, write_hub_files
