@@ -13,9 +13,9 @@ _EXPORTS = {
     "DFlashConfig": "configuration_dflash",
     "DFlashDraftModel": "modeling_dflash",
     "DFlashCandidateGenerator": "generation_dflash",
-    "Draft": "drafter_candidates",
-    "Plan": "drafter_candidates",
-    "Proposer": "drafter_candidates",
+    "Draft": "drafter_draft",
+    "Plan": "drafter_draft",
+    "Proposer": "drafter_draft",
     "Speculation": "decode_statistics",
     "speculative_generate": "generation_dflash",
 }

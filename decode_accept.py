@@ -14,7 +14,7 @@ import torch
 from .decode_choice import Sampler
 from .decode_clock import RoundClock
 from .decode_state import Call, DecodeState
-from .drafter_candidates import Draft
+from .drafter_draft import Draft
 from .target_runner import Path, TargetRunner
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from .decode_state import Call, DecodeState
-from .drafter_candidates import AcceptedTokens, Proposer
+from .drafter_draft import AcceptedTokens, Proposer
 from .target_cache import cached_length
 from .target_check import check_fed, check_grown
 from .target_model import CACHE, RoundInputs, encoder_outputs_by_chunk, holds_media, tap_request, tapped

@@ -36,7 +36,8 @@ from .decode_settings import (
 )
 from .decode_state import Call, DecodeState
 from .decode_statistics import SpeculativeOutput
-from .drafter_candidates import AcceptedTokens, DFlashCandidateGenerator, Draft, Plan, Proposer
+from .drafter_candidates import DFlashCandidateGenerator
+from .drafter_draft import AcceptedTokens, Draft, Plan, Proposer
 from .target_model import CACHE, embedding_rows, tapped
 from .target_ranks import TargetRanks
 from .target_runner import Path, TargetRunner

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from ..drafter_candidates import DFlashProposer, Draft, Plan
+from ..drafter_candidates import DFlashProposer
+from ..drafter_draft import Draft, Plan
 from ..drafter_heads import Candidates
 from ..generation_dflash import assisted_generate
 

@@ -21,7 +21,8 @@ from ..common.console import run_plainly
 from ..common.prompts import DEMO_PROMPTS, load_prompts
 from ..common.smollm2 import smollm2
 from ..decode_choice import GumbelNoise
-from ..drafter_candidates import DFlashProposer, Draft
+from ..drafter_candidates import DFlashProposer
+from ..drafter_draft import Draft
 from ..generation_dflash import speculative_generate
 from ..modeling_dflash import DFlashDraftModel
 

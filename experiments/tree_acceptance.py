@@ -22,7 +22,8 @@ from ..common.provenance import origin
 from ..common.smollm2 import smollm2
 from ..common.tables import table
 from ..decode_choice import Sampler
-from ..drafter_candidates import DFlashProposer, Draft
+from ..drafter_candidates import DFlashProposer
+from ..drafter_draft import Draft
 from ..drafter_heads import Candidates, TargetHead
 from ..drafter_tree import MAX_SIBLINGS
 from ..generation_dflash import assisted_generate

@@ -3,7 +3,7 @@
 import random
 
 import torch
-from dflash_hub.drafter_candidates import Draft
+from dflash_hub.drafter_draft import Draft
 
 TREES = ("random", "half-right", "oracle")
 

@@ -9,7 +9,7 @@ import transformers
 from dflash_hub import speculative_generate
 from dflash_hub.decode_choice import GumbelNoise, Sampler
 from dflash_hub.decode_state import TokenBuffer
-from dflash_hub.drafter_candidates import Draft
+from dflash_hub.drafter_draft import Draft
 from dflash_hub.drafter_heads import Candidates
 from dflash_hub.drafter_tree import best_first
 from dflash_hub.target_cache import CacheRollback
