@@ -64,6 +64,7 @@ class DFlashConfig(PreTrainedConfig):
             added; None where it drafts from the whole vocabulary.
         num_tree_nodes: nodes of a draft tree unless `generate` is told otherwise; None (the default) for chains.
         target_name_or_path, target_revision: the model that the drafter was made for.
+        target_rows: a few values of its embedding and head, see `target_identity.py`; None when not recorded.
         target_chat, target_thinking: whether it was made for text in the target's chat template, and for its thinking
             mode; None when not recorded.
         format_version: of config.json, see `FORMAT_VERSION`.
@@ -110,6 +111,7 @@ class DFlashConfig(PreTrainedConfig):
     num_tree_nodes: int | None = None
     target_name_or_path: str | None = None
     target_revision: str | None = None
+    target_rows: str | None = None
     target_chat: bool | None = None
     target_thinking: bool | None = None
     bos_token_id: int | None = None
@@ -161,6 +163,10 @@ class DFlashConfig(PreTrainedConfig):
                 value is None or (isinstance(value, str) and value.isprintable() and not set(value) & set('"\\`')),
                 f"`{name}` must be a name in one line, without quotes and backslashes, or None; got {value!r}.",
             )
+        require(
+            self.target_rows is None or (isinstance(self.target_rows, str) and self.target_rows.isascii()),
+            f"`target_rows` must be base64 text, as training writes it, or None; got {str(self.target_rows)[:60]!r}.",
+        )
 
     def _check_shape(self):
         for name in (

@@ -19,6 +19,7 @@ from .drafter_paths import MostLikely, edges, path_head, walk
 from .drafter_tree import MAX_SIBLINGS
 from .drafter_vocabulary import make_head, whole_head_reason
 from .target_cache import move_right, trim_left
+from .target_identity import check_identity
 from .target_masks import is_flash, ragged_masks
 from .target_model import check_pair, device_of, embedding_rows, raw_embeddings, tap_request, tapped
 
@@ -55,6 +56,7 @@ class DFlashProposer:
     def check(self, target: PreTrainedModel):
         """Refuse a target that the drafter was not made for."""
         check_pair(self.drafter, target)
+        check_identity(self.drafter, target)
 
     def read(self, accepted: AcceptedTokens):
         """Keep accepted tokens until the next draft."""

@@ -14,7 +14,7 @@ from ..common.console import run_plainly, typed_command
 from ..common.prompts import load_prompts, prompt_source
 from ..common.target_source import TargetName, TargetRevision, TrustRemoteCode
 from . import training as commands
-from .options import source_or_default, target_source
+from .options import License, source_or_default, target_source
 
 app = typer.Typer(
     help="DFlash drafters for transformers: several tokens per target pass, the same text.",
@@ -122,6 +122,7 @@ def init(
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
     target_name: TargetName = None,
+    license: License = None,
     seed: Annotated[int, typer.Option(help="Seed of the fresh weights.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print config and size, write nothing.")] = False,
     force: Force = False,
@@ -140,6 +141,7 @@ def init(
         typer.echo(f"- {reason}")
     typer.echo(f"{plan.parameters / 1e6:.1f} M parameters, {plan.parameters * 2 / 1e6:.1f} MB in bfloat16")
     if output:
+        commands.state_license(output, license)
         typer.echo(
             f"wrote {output}\nnext: AutoModel.from_pretrained({in_python(output)}, trust_remote_code=True); it drafts badly until it is trained"
         )
@@ -255,11 +257,15 @@ def card(
     benchmark: Annotated[list[Path] | None, typer.Option(help="A summary.json of bench; repeatable.")] = None,
     repository: Annotated[str | None, typer.Option(help="Id on the Hub, for the snippet.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a README.md that someone wrote.")] = False,
+    license: License = None,
+    target_name: Annotated[
+        str | None, typer.Option(help="Hub id to record for the target: base_model of the card.")
+    ] = None,
 ):
     """Write the model card from the folder's config, its training record and benchmarks."""
     from ..convert.card import write_card
 
-    write_card(folder, benchmark or (), repository, force)
+    write_card(folder, benchmark or (), repository, force, license, target_name)
     typer.echo(f"wrote {folder}/README.md\nnext: dflash-hub push {shlex.quote(folder)} ORG/NAME --dry-run")
 
 

@@ -5,7 +5,13 @@ import inspect
 from collections.abc import Callable
 from typing import Annotated, get_origin
 
+from typer import Option
+
 from ..common.target_source import TargetSource
+
+License = Annotated[
+    str | None, Option(help="License of the drafter for its card, as the Hub spells it: apache-2.0, mit, ...")
+]
 
 
 def target_source(

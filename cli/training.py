@@ -12,7 +12,7 @@ from ..common.files import read_yaml
 from ..common.prompts import prompt_source, read_prompts
 from ..common.target_source import TargetRevision, TargetSource, TrustRemoteCode
 from ..training.options import ChatTemplate, TrainOptions, with_new_names
-from .options import source_or_default, takes_fields
+from .options import License, source_or_default, takes_fields
 
 RECORDED = ("data", "weights")  # of `run.yaml`, and no options
 
@@ -164,6 +164,7 @@ def train(
     argument: Annotated[
         list[str] | None, Option(help="NAME=VALUE of transformers' TrainingArguments, as report_to=wandb; repeatable.")
     ] = None,
+    license: License = None,
     **fields,
 ):
     """Train a drafter for a target on the target's own responses; one process, or under `accelerate launch`."""
@@ -181,6 +182,7 @@ def train(
     ).with_source(source)
     figures = run(options, typed_command(), resume)
     if figures:
+        state_license(f"{options.output}/drafter", license)
         typer.echo(json_lines(figures))
         if "teacher_forced_acceptance_length" in figures:
             typer.echo("(teacher-forced is higher than real: anchors at random meet long accepted runs more often)")
@@ -188,6 +190,14 @@ def train(
             f"wrote {options.output}/drafter, {options.output}/curves.png\n"
             f"next: dflash-hub bench {options.source.options()} --drafter {options.output}/drafter --prompts OTHERS --output bench-run"
         )
+
+
+def state_license(drafter: str, license: str | None):
+    """Write the license into the card of a drafter that was just made."""
+    from ..convert.card import write_card
+
+    if license is not None:
+        write_card(drafter, license=license)
 
 
 def layer_list(text: str | None) -> list[int] | None:
@@ -253,6 +263,7 @@ def align(
     prompts: Annotated[list[str], Option(help="JSONL file of prompts, or a data set: NAME or NAME:SPLIT; repeatable.")],
     count: Annotated[int, Option(min=4, help="Prompts that the changed target answers.")] = 256,
     max_new_tokens: Annotated[int, Option(min=2, help="Tokens of a response, at most.")] = 512,
+    license: License = None,
     keep_assistant_turns: KeepAssistant = False,
     **fields,
 ):
@@ -280,6 +291,7 @@ def align(
         chat_template=options.chat_template, left_out=left_out,
     )  # fmt: skip
     typer.echo(run(options, output, typed_command()))
+    state_license(f"{output}/drafter", license)
     typer.echo(
         f"wrote {output}/drafter and {output}/report.md\n"
         f"next: dflash-hub bench {options.source.options()} --drafter {output}/drafter --prompts OTHERS --output bench-run"

@@ -30,7 +30,14 @@ DEFINITIONS = (
 YOURS = "<!-- What stands below this line is kept when the card is written again. -->"
 
 
-def write_card(folder: str | Path, benchmark_files=(), repository: str | None = None, force: bool = False) -> str:
+def write_card(
+    folder: str | Path,
+    benchmark_files=(),
+    repository: str | None = None,
+    force: bool = False,
+    license: str | None = None,
+    target_name: str | None = None,
+) -> str:
     """(Re)write README.md of a drafter's folder from its config, its `training_record.json` and benchmark summaries.
 
     Metadata that the card does not set itself (license, language, datasets) and everything below the line that says so
@@ -40,6 +47,8 @@ def write_card(folder: str | Path, benchmark_files=(), repository: str | None = 
         benchmark_files: `summary.json` files that `dflash-hub bench` wrote.
         repository: id on the Hub, for the snippet; by default the snippet loads the folder from inside.
         force: also replace a README.md that was not written by this package.
+        license: of the drafter, as the Hub spells it; by default that of the card before.
+        target_name: the target's id on the Hub, recorded in config.json as well.
 
     Returns:
         The card.
@@ -51,6 +60,10 @@ def write_card(folder: str | Path, benchmark_files=(), repository: str | None = 
     """
     folder = Path(folder)
     config = read_ours(folder).config
+    if target_name is not None:
+        check_id(target_name)
+        if target_name != config.target_name_or_path:
+            config.target_name_or_path, config.target_revision = target_name, None
     if repository is not None:
         check_id(repository)
     path = folder / "README.md"
@@ -61,7 +74,11 @@ def write_card(folder: str | Path, benchmark_files=(), repository: str | None = 
         )
     record = read_json(folder / RECORD) if (folder / RECORD).is_file() else None
     tags = TAGS + (["custom_generate"] if (folder / "custom_generate" / "generate.py").is_file() else [])
-    text = card_text(config, record, folder, benchmark_files, repository, before, tags)
+    text = card_text(config, record, folder, benchmark_files, repository, before, tags, license)
+    if target_name is not None:
+        stated = read_json(folder / "config.json")
+        stated |= {name: getattr(config, name) for name in ("target_name_or_path", "target_revision")}
+        write_text(folder / "config.json", json.dumps(stated, indent=2) + "\n")
     write_text(path, text)
     return text
 
@@ -74,6 +91,7 @@ def card_text(
     repository: str | None = None,
     before: str = "",
     tags: list[str] = TAGS,
+    license: str | None = None,
 ) -> str:
     """The card of a drafter with this config and training record; nothing is written.
 
@@ -91,7 +109,7 @@ def card_text(
     measured = evaluation + [part for file in benchmark_files for part in _benchmark(Path(file))]
     yours = before.split(YOURS, 1)[1] if YOURS in before else "\n"
     parts = [
-        f"---\n{_of(path, lambda: _metadata(before, config, tags))}\n---\n\n{CARD_MARK}",
+        f"---\n{_of(path, lambda: _metadata(before, config, tags, license))}\n---\n\n{CARD_MARK}",
         *_introduction(config, repository or ".", repository is None),
         _engines(config, repository or "FOLDER"),
         _shape(config),
@@ -135,10 +153,10 @@ def _of(path: Path, said: Callable):
         ) from error
 
 
-def _metadata(before: str, config: DFlashConfig, tags: list[str]) -> str:
+def _metadata(before: str, config: DFlashConfig, tags: list[str], license: str | None) -> str:
     """The front matter: what the card sets, and what its owner added to the card before."""
     kept = ModelCard(before, ignore_metadata_errors=True).data.to_dict() if before.startswith("---") else {}
-    own = {"library_name": "transformers", "base_model": config.target_name_or_path}
+    own = {"library_name": "transformers", "base_model": config.target_name_or_path, "license": license}
     data = {**kept, **{name: value for name, value in own.items() if value is not None}}
     theirs = [kept["tags"]] if isinstance(kept.get("tags"), str) else kept.get("tags") or []
     data["tags"] = tags + [tag for tag in theirs if tag not in tags]

@@ -14,6 +14,7 @@ NOT_CARRIED = (
     "draft_vocab_size",
     "target_name_or_path",
     "target_revision",
+    "target_rows",
     "target_chat",
     "target_thinking",
 )

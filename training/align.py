@@ -11,6 +11,7 @@ from pathlib import Path
 from ..common.files import complete_lines, new_folder
 from ..common.identity import has_thinking_modes
 from ..common.loading import load_tokenizer
+from ..configuration_dflash import DFlashConfig
 from ..convert.card import RECORD, write_card
 from ..convert.importing import write_drafter
 from ..convert.init import read_target_config, target_skeleton
@@ -73,6 +74,7 @@ def align(options: TrainOptions, output: Path, command: str) -> str:
         # The target is another one now, whatever name the drafter had for it.
         found.config.target_name_or_path = options.source.recorded_name
         found.config.target_revision = options.source.recorded_revision
+        found.config.target_rows = DFlashConfig.from_pretrained(run / "drafter").target_rows
         if options.thinking is not None:
             found.config.target_thinking = options.thinking
         write_drafter(folder, found.config, found.match.drafter)

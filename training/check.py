@@ -20,6 +20,7 @@ from ..common.loading import end_tokens
 from ..convert.card import RECORD
 from ..drafter_candidates import DFlashProposer
 from ..hub_files import nonfinite, nonfinite_sentence
+from ..target_identity import compare_target
 from ..target_model import check_pair, tap_request, tapped
 from .blocks import denoise
 from .data import row_context, rows_of, single_row
@@ -196,6 +197,10 @@ def settings_fit(drafter, target, tokenizer, thinking: bool | None, record: dict
         findings.append(Finding("target's weights", same, detail))
     else:
         findings.append(Finding("target's weights", None, "not recorded in the drafter"))
+    if (compared := compare_target(config, target)) is not None:
+        (embedding, head), same = compared
+        detail = f"cosines of {embedding:.4f} and {head:.4f} with the rows that the drafter keeps"
+        findings.append(Finding("target's embedding and head", same, detail))
     text = target.config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     if isinstance(rope.get("rope_theta"), (int, float)):

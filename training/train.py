@@ -40,6 +40,7 @@ from ..convert.init import init_drafter
 from ..convert.reading import check_borrowed, read_drafter
 from ..hub_files import write_text
 from ..modeling_dflash import DFlashDraftModel
+from ..target_identity import encoded_rows
 from ..target_model import check_pair, embedding_rows
 from .answers import iterate_answers, text_settings
 from .arguments import read_field
@@ -54,7 +55,9 @@ from .options import TrainOptions, resolved, with_new_names
 from .record import check_recordable, longest_trained, training_record, training_result
 from .trainer import DFlashTrainer, check_whole, checkpoint_activations, evaluate
 
-SAID_OF_THE_TARGET = ("target_name_or_path", "target_revision", "target_thinking")  # fields of a drafter's config
+SAID_OF_THE_TARGET = (  # fields of a drafter's config
+    "target_name_or_path", "target_revision", "target_rows", "target_thinking",
+)  # fmt: skip
 
 
 @dataclass
@@ -138,6 +141,7 @@ def plan_run(options: TrainOptions) -> Run:
         check_pair(drafter, target)
     config = fresh_config(options) if drafter is None else drafter.config
     name_target(config, options, identity)
+    config.target_rows = encoded_rows(target, config.vocab_size)
     if has_thinking_modes(tokenizer):
         config.target_thinking = options.thinking
     gamma = gamma_of(options.loss, options.gamma, config.block_size)

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from dflash_hub import DFlashDraftModel
 from dflash_hub.convert.card import YOURS, write_card
 from dflash_hub.convert.exporting import export_drafter
 from dflash_hub.hub_files import CARD_MARK
@@ -51,6 +52,20 @@ def folder(tmp_path):
         tmp_path / "d"
     )
     return tmp_path / "d"
+
+
+def test_license_and_name_of_the_target_are_stated_and_kept(folder):
+    """The name goes into config.json too, from where `base_model` and the snippet of the next card come."""
+    write_card(folder, license="apache-2.0", target_name="org/other")
+    for text in ((folder / "README.md").read_text(), write_card(folder)):
+        data = ModelCard(text).data.to_dict()
+        assert data["license"] == "apache-2.0" and data["base_model"] == "org/other"
+        assert 'AutoModelForCausalLM.from_pretrained("org/other"' in text
+    before = (folder / "config.json").read_text()
+    with pytest.raises(ValueError, match="'../copy' is no id of a repository"):
+        write_card(folder, target_name="../copy")
+    assert (folder / "config.json").read_text() == before
+    assert DFlashDraftModel.from_pretrained(folder).config.target_name_or_path == "org/other"
 
 
 def test_a_bare_folder_gets_a_valid_card_that_claims_nothing(folder):

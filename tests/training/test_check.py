@@ -15,6 +15,7 @@ import torch
 from dflash_hub import DFlashDraftModel
 from dflash_hub.common.chat import encode
 from dflash_hub.common.identity import identify, template_fingerprint
+from dflash_hub.target_identity import encoded_rows
 from dflash_hub.training import blocks, checkpoints
 from dflash_hub.training import check as checks
 from dflash_hub.training.arguments import read_field
@@ -646,7 +647,9 @@ def test_align_keeps_the_drafters_mode_and_names_the_target_it_follows(tiny_pair
     changed.save_pretrained("changed")
     run = ["--target", "changed", "--drafter", "warm/drafter", "--thinking", "--output", "second"]
     assert invoke("train", *run, *TINY_RUN[2:]).exit_code == 0
-    assert DFlashDraftModel.from_pretrained("second/drafter").config.target_name_or_path == "changed"
+    second = DFlashDraftModel.from_pretrained("second/drafter").config
+    assert second.target_name_or_path == "changed" and second.target_rows == encoded_rows(changed, 97)
+    assert kept.target_rows == second.target_rows  # embedding and head are those of before
 
 
 # A template with two modes.
