@@ -7,6 +7,7 @@ Legend of shapes: n draft positions, C candidates of a position, P candidates of
 """
 
 import heapq
+from functools import cache
 
 import torch
 
@@ -25,12 +26,16 @@ def best_first(log_probs: list, num_nodes: int) -> tuple[list[int], list[int], l
         the anchor) and its log probability. Parents come first and scores fall, so the first nodes are the best smaller tree.
     """
 
+    @cache
+    def sorted_candidates(depth: int, before: int) -> list[tuple[float, int]]:
+        row = log_probs[depth][before]
+        return sorted(((value, -rank) for rank, value in enumerate(row)), reverse=True)
+
+    independent = not isinstance(log_probs[0][0], list)
+    by_depth = [[(value, -rank) for rank, value in enumerate(row)] for row in log_probs] if independent else []
+
     def candidates(depth: int, before: int) -> list[tuple[float, int]]:
-        row = log_probs[depth]
-        if isinstance(row[0], list):
-            row = row[before]
-            return sorted(((value, -rank) for rank, value in enumerate(row)), reverse=True)
-        return [(value, -rank) for rank, value in enumerate(row)]
+        return by_depth[depth] if independent else sorted_candidates(depth, before)
 
     depths, ranks, parents, scores = [], [], [], []
     # An entry: (-score, depth, sibling number, parent's index, parent's score, the siblings).
