@@ -10,7 +10,15 @@ from .decode_state import Call, DecodeState
 from .drafter_draft import AcceptedTokens, Proposer
 from .target_cache import cached_length
 from .target_check import check_fed, check_grown
-from .target_model import CACHE, RoundInputs, encoder_outputs_by_chunk, holds_media, tap_request, tapped
+from .target_model import (
+    CACHE,
+    RoundInputs,
+    contiguous_head,
+    encoder_outputs_by_chunk,
+    holds_media,
+    tap_request,
+    tapped,
+)
 from .target_runner import TargetRunner
 
 
@@ -45,7 +53,9 @@ class Prefill:
         if self.call.config.prefill_chunk_size is not None and "inputs_embeds" not in self.kwargs:
             outputs = self._read_chunks(self.prompt[:, self.prompt.shape[1] - self.new :])
         else:
-            outputs = self._checked(self.target._prefill(self.prompt, self.call.config, self.kwargs))
+            with contiguous_head(self.target):
+                outputs = self.target._prefill(self.prompt, self.call.config, self.kwargs)
+            self._checked(outputs)
             embeds = self.kwargs.get("inputs_embeds")
             new = self.new if embeds is None else embeds.shape[1] - self.past
             check_grown(self.target, outputs[CACHE], new, self.past)

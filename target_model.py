@@ -1,6 +1,7 @@
 """What is taken from a target, and what its passes need, whatever its family and the version of transformers."""
 
 import copy
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -117,6 +118,31 @@ def raw_embeddings(embedding: nn.Module, ids: torch.LongTensor) -> torch.Tensor:
         ids = DTensor.from_local(ids, embedding.weight.device_mesh, [Replicate()], run_check=False)
         return nn.Embedding.forward(embedding, ids).full_tensor()
     return nn.Embedding.forward(embedding, ids)
+
+
+@contextmanager
+def contiguous_head(target: PreTrainedModel, states_only: bool = False):
+    """Hand the LM head contiguous hidden states in the forward passes inside.
+
+    A prefill gives it the last position of several sequences, a slice. torch multiplies such a slice sequence by sequence, with a
+    copy of the whole weight each: on a CPU in bfloat16 that takes a hundred times as long.
+
+    Args:
+        states_only: whether nobody reads the logits; a dense head is given no position at all then.
+    """
+    head = target.get_output_embeddings()
+    none = states_only and type(head) is nn.Linear
+
+    def contiguous(module, args):
+        hidden = args[0][..., :0, :] if none else args[0]
+        return hidden.contiguous(), *args[1:]
+
+    hook = head.register_forward_pre_hook(contiguous) if head is not None else None
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()
 
 
 def check_pair(drafter, target: PreTrainedModel):

@@ -31,7 +31,7 @@ from ..common.server import Server
 from ..decode_choice import SCORES_ONLY
 from ..decode_settings import refuse_unsupported, resolve_generation_config
 from ..hub_files import write_text
-from ..target_model import CACHE
+from ..target_model import CACHE, contiguous_head
 
 
 @dataclass
@@ -106,7 +106,8 @@ class LocalTarget:
         for length in sorted(set(map(len, prompts))) if alone else [None]:
             chosen = [i for i, prompt in enumerate(prompts) if length in (None, len(prompt))]
             inputs = left_padded([prompts[i] for i in chosen], self.pad, self.target.device)
-            output = self.target.generate(**inputs, **self.settings)
+            with contiguous_head(self.target):
+                output = self.target.generate(**inputs, **self.settings)
             new = output[:, inputs["input_ids"].shape[1] :].tolist()
             answers |= {i: cut_at_end(row, self.ends) for i, row in zip(chosen, new)}
         return [answers[i] for i in range(len(prompts))]

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import time
 from pathlib import Path
 
 import torch
@@ -13,9 +14,10 @@ from transformers import PreTrainedModel
 from ..common.files import read_json
 from ..common.identity import same_target
 from ..hub_files import write_text
-from ..target_model import tap_request, tapped
+from ..target_model import contiguous_head, tap_request, tapped
 
 SHARD_TOKENS = 100_000
+SHARD_SECONDS = 300  # after as long what there is is written, so that an interruption costs no more
 
 
 def feature_layers(config, target: PreTrainedModel, loss) -> list[int]:
@@ -35,7 +37,8 @@ def tapped_features(
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
     if target._supports_logits_to_keep():
         inputs["logits_to_keep"] = 1
-    outputs = target(**inputs, output_hidden_states=tap_request(layer_ids), return_dict=True)
+    with contiguous_head(target, states_only=True):
+        outputs = target(**inputs, output_hidden_states=tap_request(layer_ids), return_dict=True)
     return torch.cat([s.to(input_ids.device) for s in tapped(outputs.hidden_states, target, layer_ids)], dim=-1)
 
 
@@ -103,6 +106,7 @@ class FeatureCache:
         length = {key: len(row["prompt_ids"]) + len(row["answer_ids"]) for key, row in rows.items()}
         missing = sorted((key for key in rows if key not in self.where), key=length.get)
         pending: dict[str, torch.Tensor] = {}
+        written = time.monotonic()
         while missing:
             count = max(1, min(len(missing), batch_tokens // max(length[missing[-1]], 1)))
             batch, missing = missing[-count:], missing[:-count]  # the longest first: memory fails early or never
@@ -111,9 +115,10 @@ class FeatureCache:
                 pending[key] = states[: length[key]].cpu().contiguous().clone()
                 if not pending[key].isfinite().all():
                     raise ValueError(not_finite([example_name(rows[key])], self.described["layer_ids"], states.dtype))
-            if not missing or sum(map(len, pending.values())) >= SHARD_TOKENS:
+            late = time.monotonic() - written > SHARD_SECONDS
+            if not missing or late or sum(map(len, pending.values())) >= SHARD_TOKENS:
                 self._write(pending)
-                pending = {}
+                pending, written = {}, time.monotonic()
             if progress:
                 progress(count)
 
