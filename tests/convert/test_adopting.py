@@ -20,7 +20,8 @@ from dflash_hub.convert.exporting import export_drafter
 from dflash_hub.convert.reading import Target
 from dflash_hub.generation_dflash import install_generate_hook
 from helpers import foreign_drafters
-from helpers.tiny import DRAFTERS, prompt_of, tiny_drafter, tiny_target
+from helpers.scripted import scripted
+from helpers.tiny import prompt_of, tiny_drafter, tiny_target
 from transformers import GenerationMixin, Qwen3Config
 
 FACTS = Target("org/target", 4, 97, ["Qwen3ForCausalLM"])
@@ -69,18 +70,20 @@ def greedy(target, ids, assistant=None, **kwargs):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_foreign_object_drafts_as_it_is(kind, drafts_of):
+def test_a_foreign_object_drafts_as_it_is(kind):
     """Greedy text is plain's, whatever was drafted; the statistics are on the object that the user holds."""
     target, ids = tiny_target("qwen3"), prompt_of(10)
     foreign, _ = foreign_object(kind, target)
     plain = greedy(target, ids)
-    rates = []
-    for drafts in DRAFTERS:
-        drafts_of(drafts, plain)
-        assert torch.equal(greedy(target, ids, foreign), plain)
-        seen = foreign.last_speculation
-        assert seen is adopting.adopt(foreign, target).last_speculation
-        rates.append(seen.num_accepted / seen.num_drafted)
+    assert torch.equal(greedy(target, ids, foreign), plain)
+    adopted = adopting.adopt(foreign, target)
+    assert foreign.last_speculation is adopted.last_speculation
+    seen = [adopted.last_speculation]
+    for accuracy in ("half-right", "oracle"):
+        drafter = scripted(adopted, accuracy, plain)
+        assert torch.equal(greedy(target, ids, drafter), plain)
+        seen.append(drafter.last_speculation)
+    rates = [speculation.num_accepted / speculation.num_drafted for speculation in seen]
     assert rates[0] < 0.2 < rates[1] < 0.9 < rates[2]
 
 

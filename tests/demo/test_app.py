@@ -12,6 +12,7 @@ import torch
 from dflash_hub.demo import page
 from dflash_hub.demo.pair import DraftedText
 from dflash_hub.demo.race import MAX_PROMPT_TOKENS, Race
+from helpers.scripted import Instead, scripted
 from helpers.tiny import DRAFTERS, ROOT
 from matplotlib.pyplot import imread
 
@@ -32,11 +33,11 @@ def finished(race: Race) -> Race:
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_a_race_ends_with_plains_text_and_true_counts(small_pair, kind, drafts_of):
+def test_a_race_ends_with_plains_text_and_true_counts(small_pair, kind):
     plain = plain_text(small_pair, **GREEDY)
     new = plain[0, -24:].tolist()
-    drafts_of(kind, plain)
-    race = finished(Race(small_pair, PROMPT, 0, GREEDY, 4))
+    pair = Instead(small_pair, drafter=scripted(small_pair.drafter, kind, plain))
+    race = finished(Race(pair, PROMPT, 0, GREEDY, 4))
     assert race.dflash.tokens == race.plain.tokens == new and race.same_text and race.over
     assert race.plain.passes == 24 and race.plain.tau == 1
     speculation = race.dflash.speculation
@@ -50,20 +51,20 @@ def test_a_race_ends_with_plains_text_and_true_counts(small_pair, kind, drafts_o
     assert any(drafted for _, drafted in race.dflash.parts) == (sum(race.dflash.accepted) > 0)
 
 
-def test_marks_are_the_accepted_drafts(small_pair, drafts_of):
+def test_marks_are_the_accepted_drafts(small_pair):
     """One character a token, so that marked characters can be counted; the text ends on a drafted token."""
     settings = GREEDY | {"suppress_tokens": [0, 1, 2]}
     plain = plain_text(small_pair, **settings)
     new = plain[0, -24:].tolist()
-    drafts_of("oracle", plain)
+    pair = Instead(small_pair, drafter=scripted(small_pair.drafter, "oracle", plain))
     # The anchor, then four drafts, of which the third ends the text.
-    ends = Race(small_pair, PROMPT, 0, settings | {"eos_token_id": new[3]}, 4)
+    ends = Race(pair, PROMPT, 0, settings | {"eos_token_id": new[3]}, 4)
     finished(ends)
     cut = new[: new.index(new[3]) + 1]
     assert ends.dflash.tokens == cut and ends.same_text
     assert ends.dflash.accepted == [len(cut) - 1]
     assert [drafted for _, drafted in ends.dflash.parts] == [False, True]
-    race = finished(Race(small_pair, PROMPT, 0, settings, 4))
+    race = finished(Race(pair, PROMPT, 0, settings, 4))
     assert sum(len(text) for text, drafted in race.dflash.parts if drafted) == sum(race.dflash.accepted)
 
 
@@ -163,9 +164,9 @@ def test_what_a_call_raises_comes_out_of_the_race(small_pair):
         finished(race)
 
 
-def test_the_page_shows_the_races_numbers(small_pair, drafts_of):
-    drafts_of("oracle", plain_text(small_pair, **GREEDY))
-    race = Race(small_pair, PROMPT, 0, GREEDY, 4)
+def test_the_page_shows_the_races_numbers(small_pair):
+    drafter = scripted(small_pair.drafter, "oracle", plain_text(small_pair, **GREEDY))
+    race = Race(Instead(small_pair, drafter=drafter), PROMPT, 0, GREEDY, 4)
     states = [page.stage(race, 5) for _ in race.run()]
     assert all('data-state="running"' in html and "caret" in html for html in states[:-1])
     last = states[-1]

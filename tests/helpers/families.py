@@ -9,15 +9,13 @@ import signal
 import sys
 import warnings
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
 
 import dflash_hub
 import torch
 import transformers
-from dflash_hub import DFlashDraftModel, speculative_generate
+from dflash_hub import DFlashConfig, DFlashDraftModel, speculative_generate
 from dflash_hub.convert.init import _first, derive_config, target_skeleton
-from dflash_hub.drafter_candidates import DFlashProposer
 from dflash_hub.target_model import CACHE
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.cache_utils import Cache, QuantizedLayer
@@ -25,6 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where it runs as a script
+from helpers.scripted import scripted
 from helpers.trees import TREES, ScriptedTrees
 
 VOCAB, LAYERS = 97, 6
@@ -154,9 +153,8 @@ def drafter_for(target, block_size: int = 5, **overrides) -> DFlashDraftModel:
     torch.manual_seed(1)
     taps = [tap for tap in TAPS if tap < target.config.get_text_config(decoder=True).num_hidden_layers - 1]
     config = derive_config(target, VOCAB - 1, 1, block_size, taps, None, [])
-    config.num_draft_tokens = block_size - 1  # counts are compared
-    for name, value in overrides.items():
-        setattr(config, name, value)
+    fixed = {"num_draft_tokens": block_size - 1}  # counts are compared
+    config = DFlashConfig.from_dict(config.to_dict(), **fixed | overrides)
     return with_some_tokens(DFlashDraftModel(config).eval())
 
 
@@ -198,40 +196,6 @@ def caches(name: str, target) -> dict:
     return {CACHE: made[name]()}
 
 
-def drafting(kind: str, text: torch.Tensor | None, run_drafter):
-    """`propose` of a drafter of known accuracy: random, half-right or oracle about `text`.
-
-    The drafter still runs, so that its inputs and its cache are exercised; only its tokens are replaced: by the text's
-    (oracle), by about half of them (half-right), or not at all (random).
-    """
-
-    def propose(self, anchor, plan, sampler):
-        draft = run_drafter(self, anchor, plan, sampler)
-        for row in range(len(anchor) if kind != "random" else 0):
-            tokens = text[row].tolist()
-            known = self.cache.get_seq_length() if self.seen is None else self.seen[row]
-            padding = next((i for i, token in enumerate(tokens) if token != 0), 0)  # no context of the drafter
-            for position in range(plan.num_draft_tokens):
-                index = padding + self.start + known + 1 + position
-                right = tokens[index] if index < len(tokens) else 0
-                wrong = kind == "half-right" and (index + row) % 2 == 1 and index % 5 != 0
-                draft.tokens[row, position] = (right + 1) % sampler.vocab_size if wrong else right
-        return draft
-
-    return propose
-
-
-@contextmanager
-def drafts(kind: str, text: torch.Tensor):
-    """Make every drafter propose a known text; see `drafting`."""
-    run_drafter = DFlashProposer.propose
-    DFlashProposer.propose = drafting(kind, text, run_drafter)
-    try:
-        yield
-    finally:
-        DFlashProposer.propose = run_drafter
-
-
 def equal_texts(
     target, drafter, new_tokens=24, tokens_to_avoid=0, before=lambda: None, eos_token_id=None, seen=None, **inputs
 ):
@@ -248,10 +212,10 @@ def equal_texts(
     before()
     plain = _sequences(target.generate(**inputs, **kwargs))
     for kind in ("random", "half-right", "oracle"):
-        with drafts(kind, plain):
-            before()
-            text = _sequences(target.generate(**inputs, **kwargs, assistant_model=drafter))
-        speculation = drafter.last_speculation
+        assistant = scripted(drafter, kind, plain)
+        before()
+        text = _sequences(target.generate(**inputs, **kwargs, assistant_model=assistant))
+        speculation = assistant.last_speculation
         if seen is not None:
             seen[kind] = speculation
         if not torch.equal(text, plain):

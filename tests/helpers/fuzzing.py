@@ -22,13 +22,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
+from unittest import mock
 
 import hypothesis
 import tokenizers
 import torch
 import transformers
-from dflash_hub import decode_clock
 from dflash_hub.decode_memory import ScheduleMemory
 from dflash_hub.target_cache import cached_length
 from dflash_hub.target_model import CACHE
@@ -38,7 +37,8 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation import MaxLengthCriteria, SynthIDTextWatermarkingConfig, WatermarkingConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from helpers.families import _ours, caches, drafter_for, drafts, tiny_family
+from helpers.families import _ours, caches, drafter_for, tiny_family
+from helpers.scripted import scripted
 
 FAULTS = Path(__file__).parents[2] / ".hypothesis" / "faults.txt"  # one minimal case a line
 
@@ -418,6 +418,8 @@ def _call(case: Case, ids, mask, cache: dict, turn: Turn, assisted: bool, text) 
     past = cached_length(cache.get(CACHE))
     embeds = case.embeds and not past
     outcome = Outcome(ids, mask, 0 if embeds else ids.shape[1] if turn.whole else ids.shape[1] - past)
+    assistant = scripted(drafter, case.drafts if text is not None else "random", text)
+    assistant.last_speculation = None
     kwargs = arguments(case, outcome.seen) | cache
     if case.mask or not turn.whole:
         kwargs["attention_mask"] = mask
@@ -429,19 +431,18 @@ def _call(case: Case, ids, mask, cache: dict, turn: Turn, assisted: bool, text) 
     else:
         kwargs["inputs"] = given
     if turn.drafted and (assisted or case.sampled):
-        kwargs |= {"assistant_model": drafter, "num_assistant_tokens": case.num_draft if assisted else 0}
+        kwargs |= {"assistant_model": assistant, "num_assistant_tokens": case.num_draft if assisted else 0}
     module, at = _interrupted_module(case, target, drafter) if assisted else (None, None)
     if "rope_parameters" in case.config:
         target(torch.tensor([[5]]))  # dynamic NTK keeps its base between calls
     torch.manual_seed(case.seed)
-    drafter.last_speculation = None
     try:
-        with drafts(case.drafts if text is not None else "random", text), _clock(case.seed), _raising(module, at):
+        with _clock(case.seed), _raising(module, at):
             output = target.generate(**kwargs)
         outcome.output = dict(output) if isinstance(output, dict) else {"sequences": output}
     except (Exception, KeyboardInterrupt) as error:
         outcome.error = error
-    outcome.speculation = drafter.last_speculation
+    outcome.speculation = assistant.last_speculation
     held = outcome.output.get(CACHE) or cache.get(CACHE)
     if held is not None:
         outcome.cache, outcome.length = _snapshot(held), cached_length(held)
@@ -462,11 +463,8 @@ def _clock(seed: int):
     """Let rounds take seeded times inside, so that `"auto"` chooses the same draft lengths again, and many of them."""
     generator = random.Random(seed)
     ticks = itertools.accumulate(generator.expovariate(100) for _ in itertools.count())
-    decode_clock.time = SimpleNamespace(perf_counter=lambda: next(ticks))
-    try:
+    with mock.patch.object(time, "perf_counter", lambda: next(ticks)):
         yield
-    finally:
-        decode_clock.time = time
 
 
 class _raising(nullcontext):

@@ -22,16 +22,27 @@ def answers_of(target, count: int, prompt: int = 6, answer: int = 24) -> list[di
 
 
 def trainer_of(
-    tmp_path, target, drafter, rows, validation, loss="ce", cache=None, pack_length=None, muon=False, **arguments
+    tmp_path,
+    target,
+    drafter,
+    rows,
+    validation,
+    loss="ce",
+    cache=None,
+    pack_length=None,
+    muon=False,
+    num_anchors=8,
+    kind=DFlashTrainer,
+    **arguments,
 ):
     fields = {
         "output_dir": str(tmp_path), "max_steps": 20, "per_device_train_batch_size": 4, "learning_rate": 3e-3,
         "lr_scheduler_type": "cosine", "remove_unused_columns": False, "label_names": [], "report_to": "none", "use_cpu": True,
         "logging_steps": 1, "eval_strategy": "no", "save_strategy": "steps", "save_steps": 10, "disable_tqdm": True,
     }  # fmt: skip
-    return DFlashTrainer(
+    return kind(
         drafter, target, TrainingArguments(**fields | arguments), PackedRows(rows, pack_length, 0), Collator(cache),
-        BlockLoss(loss, 4.0), 8, validation, 2, 24, muon=muon,
+        BlockLoss(loss, 4.0), num_anchors, validation, 2, 24, muon=muon,
     )  # fmt: skip
 
 

@@ -9,13 +9,9 @@ import os
 import sys
 import time
 import warnings
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from dflash_hub import generation_dflash as loop
-from dflash_hub.decode_clock import RoundClock
-from dflash_hub.drafter_candidates import DFlashProposer
 from dflash_hub.target_model import raw_embeddings
 from dflash_hub.training.trainer import DFlashTrainer
 from torch import distributed
@@ -24,7 +20,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, MaxTimeCriteria,
 from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-from helpers.families import drafting
+from helpers.scripted import scripted
 from helpers.tiny import prompt_of, tiny_drafter
 
 RANK = int(sys.argv[2])
@@ -33,24 +29,24 @@ NO_DATA = {
     "train_dataset": [], "data_collator": None, "loss": None, "num_anchors": 4, "validation": [], "eval_prompts": 0,
     "eval_new_tokens": 8,
 }  # fmt: skip
-RUN_DRAFTER = DFlashProposer.propose
 
 
-class OwnClock(RoundClock):
-    """Drafting pays on the first rank; on the second it never does, which would draft nothing."""
+class Ticks:
+    """A clock by which drafting pays on the first rank. On the second it never does, which would draft nothing."""
 
-    def stop(self):
-        super().stop()
-        return 1.0, (0.01, 50.0)[RANK]
+    now = 0.0
 
+    def read(self) -> float:
+        self.now += 1e-3  # no clock stands still
+        return self.now
 
-@contextmanager
-def drafts(kind: str, text: torch.Tensor):
-    DFlashProposer.propose = drafting(kind, text, RUN_DRAFTER)
-    try:
-        yield
-    finally:
-        DFlashProposer.propose = RUN_DRAFTER
+    def forward(self, *args):
+        """Let a forward pass of the target take a second; a hook."""
+        self.now += 1.0
+
+    def draft(self, *args):
+        """Let a forward pass of the drafter take far less, or far more; a hook."""
+        self.now += (0.01, 50.0)[RANK]
 
 
 class StopAfter(StoppingCriteria):
@@ -103,6 +99,10 @@ class Checks:
         config = DistributedConfig(tp_plan="auto")
         self.target = AutoModelForCausalLM.from_pretrained(folder / "target", distributed_config=config).eval()
         self.drafter = tiny_drafter(num_draft_tokens="auto")
+        ticks = Ticks()
+        self.target.register_forward_hook(ticks.forward)
+        self.drafter.register_forward_hook(ticks.draft)
+        time.perf_counter = ticks.read
         self.prompt = prompt_of(12)
         self.plain = self.target.generate(self.prompt, max_new_tokens=NEW, do_sample=False)
 
@@ -127,9 +127,8 @@ class Checks:
             [self.whole.generate(self.prompt, max_new_tokens=NEW, do_sample=False).tolist(), self.plain.tolist()],
         )
         for kind, number in (("random", "auto"), ("half-right", "auto"), ("oracle", "auto"), ("half-right", 4)):
-            with drafts(kind, self.plain):
-                text = self.run(num_assistant_tokens=number)
-            speculation = self.drafter.last_speculation
+            drafter = scripted(self.drafter, kind, self.plain)
+            text, speculation = self.run(drafter, num_assistant_tokens=number), drafter.last_speculation
             self.note(f"greedy {kind} {number}", [text, speculation.drafted, speculation.accepted])
 
     def batch(self):
@@ -142,17 +141,11 @@ class Checks:
             "lockstep": {"return_dict_in_generate": True},
             "static": {"cache_implementation": "static"},
         }.items():
-            with drafts("half-right", plain):
-                output = self.target.generate(
-                    ids,
-                    attention_mask=mask,
-                    max_new_tokens=NEW,
-                    do_sample=False,
-                    assistant_model=self.drafter,
-                    **kwargs,
-                )
+            drafter = scripted(self.drafter, "half-right", plain)
+            kwargs |= {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False}
+            output = self.target.generate(ids, assistant_model=drafter, **kwargs)
             text = (output if isinstance(output, torch.Tensor) else output.sequences).tolist()
-            self.note(f"batch {name}", [plain.tolist(), text, self.drafter.last_speculation.drafted])
+            self.note(f"batch {name}", [plain.tolist(), text, drafter.last_speculation.drafted])
 
     def sampling(self):
         for number in ("auto", 4):
@@ -164,9 +157,9 @@ class Checks:
 
     def bits(self):
         """Ranks whose numbers differ, far more than in the last bit."""
-        with drafts(("oracle", "random")[RANK], self.plain):
-            self.note("other drafts", self.run(num_assistant_tokens=4))
-        self.note("accepted of other drafts", self.drafter.last_speculation.accepted)
+        drafter = scripted(self.drafter, ("oracle", "random")[RANK], self.plain)
+        self.note("other drafts", self.run(drafter, num_assistant_tokens=4))
+        self.note("accepted of other drafts", drafter.last_speculation.accepted)
         head = self.target.get_output_embeddings()
         hook = head.register_forward_hook(lambda module, inputs, logits: logits * (1 - 2 * RANK))
         self.note("other logits", self.run())
@@ -180,11 +173,11 @@ class Checks:
 
     def errors(self):
         for at in (6, NEW):
-            with drafts("oracle", self.plain):
-                streamer = Raises(at) if RANK == 0 else None
-                self.note(f"streamer {at}", self.error(self.run, streamer=streamer, num_assistant_tokens=4))
-                criterion = RaisingCriterion(at if RANK == 1 else 10**6)
-                self.note(f"criterion raises {at}", self.error(self.run, stopping_criteria=[criterion]))
+            call = {"drafter": scripted(self.drafter, "oracle", self.plain)}
+            streamer = Raises(at) if RANK == 0 else None
+            self.note(f"streamer {at}", self.error(self.run, **call, streamer=streamer, num_assistant_tokens=4))
+            criterion = RaisingCriterion(at if RANK == 1 else 10**6)
+            self.note(f"criterion raises {at}", self.error(self.run, **call, stopping_criteria=[criterion]))
         self.note("prompts", self.error(self.run, inputs=prompt_of(12 - RANK)))
         self.note("tokens", self.error(self.run, inputs=prompt_of(12, RANK)))
         self.note("limits", self.error(self.run, max_new_tokens=NEW - RANK))
@@ -222,7 +215,6 @@ def main():
     store = distributed.FileStore(str(folder / "store"), 2)
     timeout = datetime.timedelta(seconds=60)  # a rank that waits for the other in vain
     distributed.init_process_group("gloo", store=store, rank=RANK, world_size=2, timeout=timeout)
-    loop.RoundClock = OwnClock
     checks = Checks(folder)
     for check in (checks.greedy, checks.batch, checks.sampling, checks.bits, checks.stops, checks.errors):
         started = time.time()

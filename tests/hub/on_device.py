@@ -15,6 +15,7 @@ from dflash_hub.training.check import check
 from dflash_hub.training.losses import BlockLoss, ReducedHead
 from dflash_hub.training.train import fill_cache
 from helpers.families import equal_texts, tiny_family
+from helpers.scripted import scripted
 from helpers.tiny import prompt_of, tiny_drafter, tiny_target
 from helpers.training import answers_of, losses_of, trainer_of
 from transformers import TrainingArguments
@@ -93,13 +94,13 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_settings(device, option, drafts_of):
+def test_settings(device, option):
     target, drafter = tiny_target("llama").to(device), tiny_drafter().to(device)
     target.set_attn_implementation("eager")  # which returns attentions
     kwargs, ids = {"max_new_tokens": 20, "do_sample": False} | OPTIONS[option], prompt_of(12).to(device)
     plain = target.generate(ids, **{name: value for name, value in kwargs.items() if name != "num_assistant_tokens"})
     text = plain if torch.is_tensor(plain) else plain.sequences
-    drafts_of("half-right", text)
+    drafter = scripted(drafter, "half-right", text)
     drafted = target.generate(ids, assistant_model=drafter, **kwargs)
     assert (drafted if torch.is_tensor(drafted) else drafted.sequences).equal(text)
     if not torch.is_tensor(plain):
@@ -109,7 +110,7 @@ def test_settings(device, option, drafts_of):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_sampled_text_does_not_depend_on_the_drafter(device, rows, drafts_of):
+def test_a_sampled_text_does_not_depend_on_the_drafter(device, rows):
     target, drafter, inputs = tiny_target("llama").to(device), tiny_drafter().to(device), left_padded(device)
     inputs = inputs if rows == 2 else {"input_ids": prompt_of(12).to(device)}
 
@@ -121,7 +122,7 @@ def test_a_sampled_text_does_not_depend_on_the_drafter(device, rows, drafts_of):
 
     text = sampled()
     assert drafter.last_speculation.num_accepted < 10
-    drafts_of("oracle", text)
+    drafter = scripted(drafter, "oracle", text)
     assert sampled().equal(text)
     assert drafter.last_speculation.accepted == drafter.last_speculation.drafted
 

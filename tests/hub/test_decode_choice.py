@@ -7,6 +7,7 @@ import torch
 from dflash_hub.decode_choice import GumbelNoise, Sampler, gumbel_argmax
 from dflash_hub.decode_state import TokenBuffer
 from dflash_hub.drafter_heads import Candidates
+from helpers.scripted import scripted
 from helpers.tiny import DRAFTERS, prompt_of, tiny_drafter, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -164,7 +165,7 @@ def sample(target, ids, seed, max_new_tokens=24, **kwargs):
 
 
 @pytest.mark.parametrize("name", SAMPLING)
-def test_a_seeds_text_does_not_depend_on_the_drafter(name, drafts_of):
+def test_a_seeds_text_does_not_depend_on_the_drafter(name):
     """The same with a random, a half-right and an oracle drafter, any draft length, and without a drafter at all."""
     target, drafter, ids = tiny_target("qwen3", initializer_range=0.15), tiny_drafter(), prompt_of(10)
     texts = []
@@ -173,7 +174,7 @@ def test_a_seeds_text_does_not_depend_on_the_drafter(name, drafts_of):
         assert drafter.last_speculation.drafter_passes == 0
         texts.append(alone[0].tolist())
         for kind in DRAFTERS:
-            drafts_of(kind, alone)
+            drafter = scripted(drafter, kind, alone)
             for drafted in (1, 2, 4):
                 text = sample(
                     target, ids, seed, assistant_model=drafter, num_assistant_tokens=drafted, **SAMPLING[name]
@@ -187,7 +188,7 @@ def test_a_seeds_text_does_not_depend_on_the_drafter(name, drafts_of):
     assert texts[0] != texts[1] != texts[2]
 
 
-def test_a_seeds_text_with_a_stateful_processor(drafts_of):
+def test_a_seeds_text_with_a_stateful_processor():
     class Alternates(LogitsProcessor):
         def __init__(self):
             self.calls = 0
@@ -200,7 +201,7 @@ def test_a_seeds_text_with_a_stateful_processor(drafts_of):
     texts = set()
     for kind in DRAFTERS:
         if texts:
-            drafts_of(kind, torch.tensor([next(iter(texts))]))
+            drafter = scripted(drafter, kind, torch.tensor([next(iter(texts))]))
         processors = LogitsProcessorList([Alternates()])
         texts.add(tuple(sample(target, ids, 0, assistant_model=drafter, logits_processor=processors)[0].tolist()))
         assert processors[0].calls == 24
@@ -210,7 +211,7 @@ def test_a_seeds_text_with_a_stateful_processor(drafts_of):
 
 @pytest.mark.parametrize("streamed", (False, True))
 @pytest.mark.parametrize("name", ("temperature", "top-p", "repetition penalty"))
-def test_a_seeds_batch_does_not_depend_on_the_drafter(name, streamed, drafts_of):
+def test_a_seeds_batch_does_not_depend_on_the_drafter(name, streamed):
     """Ragged and in lockstep (with a streamer): the text is that of the call without drafts, which is in lockstep."""
     target, drafter = tiny_target("qwen3", initializer_range=0.15), tiny_drafter()
     ids = torch.cat([prompt_of(10, seed) for seed in range(3)])
@@ -220,7 +221,7 @@ def test_a_seeds_batch_does_not_depend_on_the_drafter(name, streamed, drafts_of)
         kwargs["streamer"] = Pieces()
     alone = sample(target, ids, 5, assistant_model=drafter, num_assistant_tokens=0, **kwargs)
     for kind in DRAFTERS:
-        drafts_of(kind, alone)
+        drafter = scripted(drafter, kind, alone)
         for drafted in (1, 4):
             text = sample(target, ids, 5, assistant_model=drafter, num_assistant_tokens=drafted, **kwargs)
             assert torch.equal(text, alone), (kind, drafted)
@@ -230,7 +231,7 @@ def test_a_seeds_batch_does_not_depend_on_the_drafter(name, streamed, drafts_of)
 
 
 @pytest.mark.parametrize("number", (0, 4))
-def test_pitfall_9_11_two_tokens_have_the_targets_law(number, drafts_of):
+def test_pitfall_9_11_two_tokens_have_the_targets_law(number):
     """Pitfalls 9, 11: 4000 sequences, 49 pairs of tokens, against the target's processed softmax.
 
     Without drafts, the reference for seeds; and with half-right drafts, of which some become text.
@@ -241,7 +242,7 @@ def test_pitfall_9_11_two_tokens_have_the_targets_law(number, drafts_of):
         first = (target(ids).logits[0, -1].double() / 1.4).softmax(-1)
         continued = torch.cat([ids.expand(7, -1), torch.arange(7)[:, None]], dim=1)
         exact = first[:, None] * (target(continued).logits[:, -1].double() / 1.4).softmax(-1)
-    drafts_of("half-right", (torch.arange(40) % 6 + 1).expand(4000, -1))
+    drafter = scripted(drafter, "half-right", (torch.arange(40) % 6 + 1).expand(4000, -1))
     texts = sample(
         target, ids, 0, assistant_model=drafter, num_assistant_tokens=number, temperature=1.4, top_k=0, max_new_tokens=3,
         num_return_sequences=4000,

@@ -14,6 +14,7 @@ from dflash_hub.decode_settings import (
     REFUSED_ARGUMENTS,
     REFUSED_FIELDS,
 )
+from helpers.scripted import scripted
 from helpers.tiny import DRAFTERS, ROOT, VOCAB, prompt_of, tiny_drafter, tiny_target
 from transformers import GenerationConfig, GenerationMixin
 
@@ -76,14 +77,14 @@ def test_every_honoured_and_idle_field_has_a_value_to_try():
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_field(name, drafts_of, request):
+def test_field(name, request):
     """Greedy text as plain's, with a half-right drafter; the fields of sampling do nothing then, in both."""
     target, drafter, ids = tiny_target("qwen3"), tiny_drafter(), prompt_of(10)
     kwargs = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": 5} | {name: VALUES[name]}
     if name == "max_length":
         del kwargs["max_new_tokens"]
     plain = target.generate(ids, **kwargs)
-    drafts_of("half-right", plain)
+    drafter = scripted(drafter, "half-right", plain)
     assert torch.equal(target.generate(ids, **kwargs, assistant_model=drafter), plain)
     assert drafter.last_speculation.num_accepted > 0
 
@@ -99,13 +100,13 @@ STATEFUL = {
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("name", STATEFUL)
-def test_pitfall_14_15_processors_with_state(name, kind, drafts_of):
+def test_pitfall_14_15_processors_with_state(name, kind):
     """Pitfalls 14, 15: guidance keeps a cache of its own; a forced token is forced on the drafted path too."""
     target, drafter, ids = tiny_target("qwen3"), tiny_drafter(), prompt_of(10)
     kwargs = {"max_new_tokens": 20, "do_sample": False, **STATEFUL[name]}
     plain = target.generate(ids, **kwargs)
     assert not torch.equal(plain, target.generate(ids, max_new_tokens=20, do_sample=False)) or name == "synthid"
-    drafts_of(kind, plain)
+    drafter = scripted(drafter, kind, plain)
     assert torch.equal(target.generate(ids, **kwargs, assistant_model=drafter), plain)
     speculation = drafter.last_speculation
     assert speculation.processor_passes == (20 if "guidance" in name else 0)
@@ -115,12 +116,12 @@ def test_pitfall_14_15_processors_with_state(name, kind, drafts_of):
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_inputs_embeds(kind, drafts_of):
+def test_inputs_embeds(kind):
     """The text is then only what was generated; the drafter reads the features of what was embedded."""
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     embeds = target.get_input_embeddings()(ids).detach()
     plain = target.generate(inputs_embeds=embeds, max_new_tokens=20, do_sample=False)
-    drafts_of(kind, torch.cat([ids, plain], dim=1))
+    drafter = scripted(drafter, kind, torch.cat([ids, plain], dim=1))
     assert torch.equal(
         target.generate(inputs_embeds=embeds, max_new_tokens=20, do_sample=False, assistant_model=drafter), plain
     )
@@ -128,21 +129,21 @@ def test_inputs_embeds(kind, drafts_of):
         assert drafter.last_speculation.num_accepted == drafter.last_speculation.num_drafted > 0
 
 
-def test_token_healing(drafts_of, smollm2_path):
+def test_token_healing(smollm2_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_path)
     tokenizer.pad_token, tokenizer.bos_token = tokenizer.eos_token, tokenizer.eos_token
     target, drafter = tiny_target("llama", vocab_size=49152), tiny_drafter(vocab_size=49152)
     ids = tokenizer("The link is http:", return_tensors="pt").input_ids
     kwargs = {"max_new_tokens": 12, "do_sample": False, "token_healing": True, "tokenizer": tokenizer}
     plain = target.generate(ids, **kwargs)
-    drafts_of("half-right", plain)
+    drafter = scripted(drafter, "half-right", plain)
     assert torch.equal(target.generate(ids, **kwargs, assistant_model=drafter), plain)
     with pytest.raises(ValueError, match="`token_healing` needs the target's tokenizer"):
         target.generate(ids, token_healing=True, assistant_model=drafter)
 
 
 @pytest.mark.parametrize("value", (0, VOCAB - 1))
-def test_max_cache_len(value, drafts_of):
+def test_max_cache_len(value):
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     kwargs = {
         "max_new_tokens": 16,
@@ -151,5 +152,5 @@ def test_max_cache_len(value, drafts_of):
         "max_cache_len": value or None,
     }
     plain = target.generate(ids, **kwargs)
-    drafts_of("oracle", plain)
+    drafter = scripted(drafter, "oracle", plain)
     assert torch.equal(target.generate(ids, **kwargs, assistant_model=drafter), plain)

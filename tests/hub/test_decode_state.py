@@ -3,8 +3,10 @@
 import pytest
 import torch
 import transformers
+from dflash_hub.drafter_candidates import DFlashProposer
 from dflash_hub.target_model import CACHE
 from helpers.families import tiny_family
+from helpers.scripted import ScriptedDrafter, scripted, without_hooks
 from helpers.tiny import DRAFTERS, VOCAB, prompt_of, tiny_drafter, tiny_target
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
@@ -32,7 +34,7 @@ SLIDING_DRAFTER = {"layer_types": ["sliding_attention", "full_attention"], "slid
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("family", ("llama", "mistral", "qwen3_5", "gpt_oss", "gpt2", "lfm2"))
-def test_pitfall_29_rows_equal_plain(family, kind, drafts_of):
+def test_pitfall_29_rows_equal_plain(family, kind):
     """Pitfall 29: rows that accept different counts and end at different times; past every window."""
     if family in ("llama", "mistral"):
         target, drafter = tiny_target(family), tiny_drafter(**SLIDING_DRAFTER)
@@ -42,7 +44,7 @@ def test_pitfall_29_rows_equal_plain(family, kind, drafts_of):
     longest = greedy(target, inputs, max_new_tokens=24, eos_token_id=None)
     ends = [int(longest[0, 11 + 6]), int(longest[1, 11 + 13])]
     plain = greedy(target, inputs, max_new_tokens=24, eos_token_id=ends, pad_token_id=0)
-    drafts_of(kind, plain)
+    drafter = scripted(drafter, kind, plain)
     assert torch.equal(
         greedy(target, inputs, max_new_tokens=24, eos_token_id=ends, pad_token_id=0, assistant_model=drafter), plain
     )
@@ -53,51 +55,47 @@ def test_pitfall_29_rows_equal_plain(family, kind, drafts_of):
         assert all(a[:-1] == d[:-1] for a, d in zip(speculation.accepted, speculation.drafted))
     if kind == "half-right":
         assert len({tuple(a) for a in speculation.accepted}) > 1  # they do advance by different counts
-        for row in range(3):
-            drafts_of(kind, plain[row : row + 1])
 
 
 @pytest.mark.parametrize("kwargs", ({}, SLIDING_DRAFTER))
-def test_a_rows_drafts_are_those_of_its_own_run(kwargs, drafts_of, monkeypatch):
+def test_a_rows_drafts_are_those_of_its_own_run(kwargs):
     """Pitfall 30: left padding, and what other rows accept, change no row's text nor what is drafted for it."""
-    from dflash_hub.drafter_candidates import DFlashProposer as Candidates
-
-    target, drafter, inputs = tiny_target("llama"), tiny_drafter(**kwargs), batch()
+    target, inputs = tiny_target("llama"), batch()
     plain = greedy(target, inputs, max_new_tokens=30)
-    seen, run = {}, Candidates.candidates
+    seen = {}
 
-    def noted(self, anchor, context, num_draft, attention_mask=None, counts=None):
-        width = context[0].shape[1]
-        before = [0 if self.seen is None else self.seen[row] for row in range(len(anchor))]
-        scored = run(self, anchor, context, num_draft, attention_mask, counts)
-        logits = scored.logits
-        for row, count in enumerate(counts or [width] * len(anchor)):
-            known = self.cache.get_seq_length() if self.seen is None else before[row] + count
-            seen.setdefault(key if len(anchor) == 1 else row, {}).setdefault(known, logits[row, 0].clone())
-        # Rows go apart although the drafter is random: every second draft of some rows is made right.
-        text = self.texts
-        for row in range(len(anchor)):
-            known = self.cache.get_seq_length() if self.seen is None else self.seen[row]
-            for slot in range(num_draft):
-                index = known + 1 + slot
-                if index < len(text[row]) and (index + 3 * text[row][1]) % 3:
-                    logits[row, slot, text[row][index]] = 1e4
-        return scored
+    class Noted(DFlashProposer):
+        def candidates(self, anchor, context, num_draft, attention_mask=None, counts=None):
+            width = context[0].shape[1]
+            before = [0 if self.seen is None else self.seen[row] for row in range(len(anchor))]
+            scored = super().candidates(anchor, context, num_draft, attention_mask, counts)
+            logits = scored.logits
+            for row, count in enumerate(counts or [width] * len(anchor)):
+                known = self.cache.get_seq_length() if self.seen is None else before[row] + count
+                seen.setdefault(key if len(anchor) == 1 else row, {}).setdefault(known, logits[row, 0].clone())
+            # Sequences advance by different counts although the drafter is random: some of its draft tokens are made right.
+            for row in range(len(anchor)):
+                known = self.cache.get_seq_length() if self.seen is None else self.seen[row]
+                for position in range(num_draft):
+                    index = known + 1 + position
+                    if index < len(text[row]) and (index + 3 * text[row][1]) % 3:
+                        logits[row, position, text[row][index]] = 1e4
+            return scored
 
-    monkeypatch.setattr(Candidates, "candidates", noted)
+    drafter = ScriptedDrafter(tiny_drafter(**kwargs), Noted)
     texts = [
         [t for t, m in zip(row.tolist(), mask.tolist() + [1] * 30) if m]
         for row, mask in zip(plain, inputs["attention_mask"])
     ]
-    monkeypatch.setattr(Candidates, "texts", texts, raising=False)
+    text = texts
     assert torch.equal(greedy(target, inputs, max_new_tokens=30, assistant_model=drafter), plain)
     assert len({tuple(lengths) for lengths in drafter.last_speculation.acceptance_lengths}) > 1
     for row in range(3):
         key = "alone"
         seen.pop(key, None)
-        monkeypatch.setattr(Candidates, "texts", [texts[row]], raising=False)
-        text = greedy(target, alone(inputs, row), max_new_tokens=30, assistant_model=drafter)
-        assert text[0].tolist() == texts[row]
+        text = [texts[row]]
+        found = greedy(target, alone(inputs, row), max_new_tokens=30, assistant_model=drafter)
+        assert found[0].tolist() == texts[row]
         common = seen[row].keys() & seen[key].keys()
         assert len(common) > 5
         for known in common:
@@ -142,13 +140,13 @@ TOGETHER = {
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("name", TOGETHER)
-def test_rows_in_lockstep_where_something_needs_the_batch(name, kind, drafts_of):
+def test_rows_in_lockstep_where_something_needs_the_batch(name, kind):
     """Pitfalls 14, 15: processors and criteria see the batch of plain generate, in order."""
     target, drafter, inputs = tiny_target("qwen3"), tiny_drafter(), batch()
     ends = {"eos_token_id": [7], "pad_token_id": 0, "max_new_tokens": 20}
     made, again = TOGETHER[name](), TOGETHER[name]()
     plain = greedy(target, inputs, **ends, **made)
-    drafts_of(kind, plain)
+    drafter = scripted(drafter, kind, plain)
     assert torch.equal(greedy(target, inputs, **ends, **again, assistant_model=drafter), plain)
     speculation = drafter.last_speculation
     if name == "stateful processor":
@@ -160,7 +158,7 @@ def test_rows_in_lockstep_where_something_needs_the_batch(name, kind, drafts_of)
 
 @pytest.mark.parametrize("eos", (None, [7]))
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_a_custom_criterion_for_rows(eos, kind, drafts_of):
+def test_a_custom_criterion_for_rows(eos, kind):
     """Without end tokens plain generate goes on writing in a row that ended, until all have."""
     target, drafter, inputs = tiny_target("llama"), tiny_drafter(), batch()
     longest = greedy(target, inputs, max_new_tokens=24)
@@ -175,13 +173,13 @@ def test_a_custom_criterion_for_rows(eos, kind, drafts_of):
         return text, criterion.seen
 
     plain, seen = run()
-    drafts_of(kind, plain)
+    drafter = scripted(drafter, kind, plain)
     text, mine = run(assistant_model=drafter)
     assert torch.equal(text, plain) and mine == seen
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_what_is_returned_for_rows(kind, drafts_of):
+def test_what_is_returned_for_rows(kind):
     """Scores, logits, hidden states and the cache; a finished row's scores are those of its padding."""
     target, drafter, inputs = tiny_target("mistral"), tiny_drafter(), batch()
     longest = greedy(target, inputs, max_new_tokens=16)
@@ -193,7 +191,7 @@ def test_what_is_returned_for_rows(kind, drafts_of):
     }
     kwargs |= {"output_scores": True, "output_logits": True, "output_hidden_states": True, "repetition_penalty": 1.2}
     plain = greedy(target, inputs, **kwargs)
-    drafts_of(kind, plain.sequences)
+    drafter = scripted(drafter, kind, plain.sequences)
     output = greedy(target, inputs, **kwargs, assistant_model=drafter)
     assert torch.equal(output.sequences, plain.sequences) and list(output.keys()) == list(plain.keys())
     for mine, theirs in zip(output.scores + output.logits, plain.scores + plain.logits, strict=True):
@@ -225,19 +223,19 @@ class Pieces:
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_pitfall_36_rows_are_streamed_step_by_step(kind, drafts_of):
+def test_pitfall_36_rows_are_streamed_step_by_step(kind):
     """Pitfall 36: a streamer that takes batches gets the pieces of plain generate, padding of finished rows included."""
     target, drafter, inputs = tiny_target("llama"), tiny_drafter(), batch()
     longest = greedy(target, inputs, max_new_tokens=16)
     kwargs = {"eos_token_id": [int(longest[0, 16])], "pad_token_id": 0, "max_new_tokens": 16}
     theirs, mine = Pieces(), Pieces()
     plain = greedy(target, inputs, **kwargs, streamer=theirs)
-    drafts_of(kind, plain)
+    drafter = scripted(drafter, kind, plain)
     assert torch.equal(greedy(target, inputs, **kwargs, streamer=mine, assistant_model=drafter), plain)
     assert mine.pieces == theirs.pieces
 
 
-def test_rows_with_stop_strings(drafts_of, smollm2_path):
+def test_rows_with_stop_strings(smollm2_path):
     """Rows end at their own stop strings and go on by counts of their own."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_path)
     target, drafter, inputs = tiny_target("llama", vocab_size=49152), tiny_drafter(vocab_size=49152), batch()
@@ -251,7 +249,7 @@ def test_rows_with_stop_strings(drafts_of, smollm2_path):
         "pad_token_id": 0,
     }
     plain = greedy(target, inputs, **kwargs)
-    drafts_of("half-right", plain)
+    drafter = scripted(drafter, "half-right", plain)
     assert torch.equal(greedy(target, inputs, **kwargs, assistant_model=drafter), plain)
     assert len({len(lengths) for lengths in drafter.last_speculation.acceptance_lengths}) > 1
 
@@ -259,12 +257,12 @@ def test_rows_with_stop_strings(drafts_of, smollm2_path):
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 20, "max_new_tokens": 20}
 
 
-def test_num_return_sequences_have_noise_of_their_own(drafts_of):
+def test_num_return_sequences_have_noise_of_their_own():
     """Each row's text is reproduced by the seed, does not depend on the drafter, and differs from the others."""
     target, drafter, ids = tiny_target("qwen3", initializer_range=0.15), tiny_drafter(), prompt_of(10)
     texts = []
     for kind, drafted in (("random", 4), ("half-right", 4), ("oracle", 2), ("oracle", 4)):
-        drafts_of(kind, texts[0] if texts else None)
+        drafter = scripted(drafter, kind, texts[0] if texts else None)
         torch.manual_seed(5)
         texts.append(
             target.generate(
@@ -277,11 +275,11 @@ def test_num_return_sequences_have_noise_of_their_own(drafts_of):
     assert len({tuple(row.tolist()) for row in texts[0]}) == 3
 
 
-def test_sampled_rows_with_padding_and_ends(drafts_of):
+def test_sampled_rows_with_padding_and_ends():
     target, drafter, inputs = tiny_target("llama", initializer_range=0.15), tiny_drafter(), batch()
     texts = []
     for kind in DRAFTERS:
-        drafts_of(kind, texts[0] if texts else None)
+        drafter = scripted(drafter, kind, texts[0] if texts else None)
         torch.manual_seed(2)
         kwargs = SAMPLING | {"eos_token_id": list(range(40, 50)), "pad_token_id": 0, "repetition_penalty": 1.3}
         texts.append(target.generate(**inputs, **kwargs, assistant_model=drafter))
@@ -309,7 +307,7 @@ def test_sampled_rows_have_the_targets_distribution():
 
 
 @pytest.mark.parametrize("where", ("processor's ids", "processor's scores", "criterion's ids"))
-def test_somebodys_own_code_may_view_what_it_gets(where, drafts_of):
+def test_somebodys_own_code_may_view_what_it_gets(where):
     """As in plain `generate`, tensors are contiguous."""
     target, drafter, inputs = tiny_target("llama"), tiny_drafter(), batch()
 
@@ -326,22 +324,21 @@ def test_somebodys_own_code_may_view_what_it_gets(where, drafts_of):
     own = {"stopping_criteria": [Criterion()]} if where == "criterion's ids" else {"logits_processor": [Processor()]}
     kwargs = {"max_new_tokens": 12, **own}
     plain = greedy(target, inputs, **kwargs)
-    drafts_of("half-right", plain)
+    drafter = scripted(drafter, "half-right", plain)
     assert torch.equal(greedy(target, inputs, **kwargs, assistant_model=drafter), plain)
     assert drafter.last_speculation.num_accepted > 0
 
 
-def test_rows_of_a_hybrid_whose_mixers_can_no_longer_be_seen(drafts_of, monkeypatch):
+def test_rows_of_a_hybrid_whose_mixers_can_no_longer_be_seen():
     """Rows would need a replay of different lengths: a sentence, and the next call goes in lockstep."""
-    from dflash_hub.target_cache import RecurrentStates
     from helpers.families import tiny_family
 
     target, drafter = tiny_family("qwen3_next")
     inputs = batch()
     plain = greedy(target, inputs, max_new_tokens=16)
-    drafts_of("half-right", plain)
+    drafter = scripted(drafter, "half-right", plain)
     assert torch.equal(greedy(target, inputs, max_new_tokens=16, assistant_model=drafter), plain)
-    monkeypatch.setattr(RecurrentStates, "can_rerun", False)
+    without_hooks(target)
     with pytest.raises(ValueError, match="can no longer be seen at work"):
         greedy(target, inputs, max_new_tokens=16, assistant_model=drafter)
     assert torch.equal(greedy(target, inputs, max_new_tokens=16, assistant_model=drafter), plain)

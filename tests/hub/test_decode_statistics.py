@@ -5,13 +5,14 @@ import json
 import pytest
 import torch
 from dflash_hub.decode_statistics import Speculation
+from helpers.scripted import scripted
 from helpers.tiny import prompt_of, tiny_drafter, tiny_target
 
 
-def test_summary_and_log_of_a_call(drafts_of):
+def test_summary_and_log_of_a_call():
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     plain = target.generate(ids, max_new_tokens=32, do_sample=False)
-    drafts_of("oracle", plain)
+    drafter = scripted(drafter, "oracle", plain)
     output = target.generate(
         ids, max_new_tokens=32, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
     )

@@ -8,6 +8,7 @@ from dflash_hub.decode_state import TokenBuffer
 from dflash_hub.drafter_heads import Candidates
 from dflash_hub.drafter_paths import MostLikely, PathHead, edges, walk
 from helpers.families import padded_batch
+from helpers.scripted import scripted
 from helpers.tiny import CONVOLUTION, DRAFTERS, SELECTOR, prompt_of, tiny_config, tiny_drafter, tiny_target
 from transformers.generation import logits_process
 
@@ -199,7 +200,7 @@ def test_fresh_parts_draft_bit_for_bit_the_same():
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("call", CALLS)
-def test_the_text_is_that_of_plain_generate(call, kind, drafts_of):
+def test_the_text_is_that_of_plain_generate(call, kind):
     """One sequence and a batch, which is ragged. A sampled text is that of the same seed without draft tokens."""
     target, drafter = tiny_target("llama"), tiny_drafter(**PARTS["both"])
     for inputs in ({"input_ids": prompt_of(8)}, padded_batch()):
@@ -211,7 +212,7 @@ def test_the_text_is_that_of_plain_generate(call, kind, drafts_of):
                 texts.append(target.generate(**call_of, assistant_model=drafter, num_assistant_tokens=num_draft))
             else:
                 texts.append(target.generate(**call_of))
-            drafts_of(kind, texts[0])
+            drafter = scripted(drafter, kind, texts[0])
         assert texts[1].equal(texts[0])
         speculation = drafter.last_speculation
         assert speculation.num_drafted and (kind == "random" or speculation.num_accepted)

@@ -9,6 +9,7 @@ import torch
 from dflash_hub import drafter_candidates
 from dflash_hub.target_model import CACHE
 from helpers.families import tiny_family
+from helpers.scripted import scripted
 from helpers.tiny import DRAFTERS, prompt_of, tiny_drafter, tiny_target
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
@@ -22,7 +23,7 @@ def greedy(target, ids, **kwargs):
 
 @pytest.mark.parametrize("family", ("llama", "mistral", "gpt_oss", "qwen3_next"))
 @pytest.mark.parametrize("kind", ("half-right", "oracle"))
-def test_pitfall_32_states_and_attentions(family, kind, drafts_of):
+def test_pitfall_32_states_and_attentions(family, kind):
     """Pitfall 32: of every layer, one entry a token, with the shapes and values of plain generate."""
     target, drafter = tiny_family(family)
     target.set_attn_implementation("eager")
@@ -34,7 +35,7 @@ def test_pitfall_32_states_and_attentions(family, kind, drafts_of):
         "return_dict_in_generate": True,
     }
     plain = greedy(target, ids, **kwargs)
-    drafts_of(kind, plain.sequences)
+    drafter = scripted(drafter, kind, plain.sequences)
     output = greedy(target, ids, **kwargs, assistant_model=drafter)
     assert torch.equal(output.sequences, plain.sequences) and list(output.keys()) == list(plain.keys())
     assert drafter.last_speculation.num_accepted > 0
@@ -62,14 +63,14 @@ TURNS = {
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("form", TURNS)
 @pytest.mark.parametrize("family", ("llama", "mistral", "qwen3_5"))
-def test_pitfall_1_26_a_chat_turn_that_reuses_the_cache(family, form, kind, drafts_of):
+def test_pitfall_1_26_a_chat_turn_that_reuses_the_cache(family, form, kind):
     """Pitfalls 1, 26: the text and the accepted counts of a cold run, without reading the prefix again."""
     target, drafter = tiny_family(family)
     ids, added = prompt_of(12), prompt_of(5, seed=7)
     first = greedy(target, ids, max_new_tokens=10)
     whole = torch.cat([first, added], dim=1)
     cold = greedy(target, whole, max_new_tokens=16)
-    drafts_of(kind, cold)
+    drafter = scripted(drafter, kind, cold)
     greedy(target, whole, max_new_tokens=16, assistant_model=drafter)
     counts = drafter.last_speculation.accepted
 
@@ -88,14 +89,14 @@ def test_pitfall_1_26_a_chat_turn_that_reuses_the_cache(family, form, kind, draf
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("read_prefix", (True, False))
-def test_a_prefix_that_was_read_without_the_drafter(read_prefix, kind, drafts_of):
+def test_a_prefix_that_was_read_without_the_drafter(read_prefix, kind):
     """One counted pass gives the drafter its context; or it starts from the new tokens."""
     target, drafter = tiny_target("llama"), tiny_drafter()
     ids, added = prompt_of(12), prompt_of(5, seed=7)
     turn = greedy(target, ids, max_new_tokens=10, return_dict_in_generate=True)
     whole = torch.cat([turn.sequences, added], dim=1)
     cold = greedy(target, whole, max_new_tokens=16)
-    drafts_of(kind, cold)
+    drafter = scripted(drafter, kind, cold)
     greedy(target, whole, max_new_tokens=16, assistant_model=drafter)
     counts = drafter.last_speculation.accepted
     text = greedy(
@@ -109,22 +110,22 @@ def test_a_prefix_that_was_read_without_the_drafter(read_prefix, kind, drafts_of
         assert speculation.accepted == counts
 
 
-def test_a_chat_turn_in_chunks(drafts_of):
+def test_a_chat_turn_in_chunks():
     """The kept context, then every chunk's, in order."""
     target, drafter = tiny_target("mistral"), tiny_drafter()
     first, added = greedy(target, prompt_of(12), max_new_tokens=10), prompt_of(7, seed=7)
     whole = torch.cat([first, added], dim=1)
     cold = greedy(target, whole, max_new_tokens=16)
-    drafts_of("random")
+    drafter = scripted(drafter, "random")
     greedy(target, whole, max_new_tokens=16, assistant_model=drafter)
     counts = drafter.last_speculation.accepted
     for earlier in ({"assistant_model": drafter}, {}):
         turn = greedy(target, prompt_of(12), max_new_tokens=10, return_dict_in_generate=True, **earlier)
-        drafts_of("half-right", cold)
+        drafter = scripted(drafter, "half-right", cold)
         kwargs = {"prefill_chunk_size": 3, "assistant_model": drafter, CACHE: turn[CACHE]}
         assert torch.equal(greedy(target, whole, max_new_tokens=16, **kwargs), cold)
         assert 0 < drafter.last_speculation.num_accepted < drafter.last_speculation.num_drafted
-        drafts_of("random")
+        drafter = scripted(drafter, "random")
         turn = greedy(target, prompt_of(12), max_new_tokens=10, return_dict_in_generate=True, **earlier)
         greedy(target, whole, max_new_tokens=16, **kwargs | {CACHE: turn[CACHE]})
         assert drafter.last_speculation.accepted == counts
@@ -154,7 +155,7 @@ def test_the_context_dies_with_the_cache():
     assert kept() is None
 
 
-def test_a_chat_turn_of_rows(drafts_of):
+def test_a_chat_turn_of_rows():
     target, drafter = tiny_target("llama"), tiny_drafter()
     ids = torch.cat([prompt_of(12, seed) for seed in range(2)])
     ids[1, :4] = 0
@@ -164,7 +165,7 @@ def test_a_chat_turn_of_rows(drafts_of):
     whole = torch.cat([plain.sequences, prompt_of(5, 7).repeat(2, 1)], dim=1)
     grown = torch.cat([mask, mask.new_ones(2, 13)], dim=1)
     cold = target.generate(whole, attention_mask=grown, max_new_tokens=12, **kwargs)
-    drafts_of("half-right", cold)
+    drafter = scripted(drafter, "half-right", cold)
     for drafted in (False, True):
         more = {"assistant_model": drafter} if drafted else {}
         turn = target.generate(
@@ -190,7 +191,7 @@ def test_a_cache_that_holds_the_whole_text_is_refused():
 
 
 @pytest.mark.parametrize("family", ("llama", "qwen3_next"))
-def test_threads_with_one_target_and_one_drafter(family, drafts_of):
+def test_threads_with_one_target_and_one_drafter(family):
     """Hooks and counts of one call heed no other: the recorded inputs are those of its own cache."""
     target, drafter = tiny_family(family)
     prompts = [prompt_of(8 + seed, seed) for seed in range(4)]

@@ -11,6 +11,7 @@ from dflash_hub.drafter_heads import Candidates, TargetHead
 from dflash_hub.drafter_vocabulary import ListedRows, Places, make_head
 from dflash_hub.target_model import CACHE
 from helpers.families import drafter_for, equal_texts, padded_batch, tiny_family, with_some_tokens
+from helpers.scripted import ScriptedDrafter, scripted
 from helpers.tiny import DRAFTERS, VOCAB, prompt_of, tiny_drafter, tiny_target
 from transformers import DynamicCache
 
@@ -38,7 +39,7 @@ def test_the_text_is_the_targets_whatever_is_listed(family):
 
 
 @pytest.mark.parametrize("drafts", DRAFTERS)
-def test_a_sampled_text_is_that_without_draft_tokens(drafts, drafts_of):
+def test_a_sampled_text_is_that_without_draft_tokens(drafts):
     target, drafter = tiny_target("llama"), listing_drafter()
 
     def text(num_draft):
@@ -50,7 +51,7 @@ def test_a_sampled_text_is_that_without_draft_tokens(drafts, drafts_of):
         )  # fmt: skip
 
     plain = text(0)
-    drafts_of(drafts, plain)
+    drafter = scripted(drafter, drafts, plain)
     assert text(4).equal(plain)
     accepted = drafter.last_speculation.num_accepted
     assert accepted > 20 if drafts != "random" else accepted < 20
@@ -121,28 +122,28 @@ def test_rows_are_copied_once_for_a_pair_and_anew_when_the_head_changes():
     assert [one() for one in gone] == [None, None]
 
 
-def seen_by(monkeypatch) -> list[list[set[int]]]:
-    """By draft, the text's own tokens of each sequence that were candidates."""
-    seen, run = [], DFlashProposer.candidates
+def seen_by(drafter) -> tuple[ScriptedDrafter, list[list[set[int]]]]:
+    """The drafter, and by draft the text's own tokens of each sequence that were candidates."""
+    seen = []
 
-    def noted(self, *args, **kwargs):
-        seen.append([{*own} for own in self.head.own])
-        return run(self, *args, **kwargs)
+    class Noted(DFlashProposer):
+        def candidates(self, *args, **kwargs):
+            seen.append([{*own} for own in self.head.own])
+            return super().candidates(*args, **kwargs)
 
-    monkeypatch.setattr(DFlashProposer, "candidates", noted)
-    return seen
+    return ScriptedDrafter(drafter, Noted), seen
 
 
 @pytest.mark.parametrize("chunk", (None, 3))
 @pytest.mark.parametrize("prefix", ("kept", "read", "left out"))
-def test_the_texts_own_tokens_are_those_of_prompt_prefix_and_output(prefix, chunk, monkeypatch):
+def test_the_texts_own_tokens_are_those_of_prompt_prefix_and_output(prefix, chunk):
     target, drafter, ids = tiny_target("llama"), listing_drafter(), prompt_of(9)
     call = {"do_sample": False, "return_dict_in_generate": True, "prefill_chunk_size": chunk}
     cache = {CACHE: DynamicCache(config=target.config)}
     first = target.generate(
         ids, **cache, **call, max_new_tokens=6, **{"assistant_model": drafter} if prefix == "kept" else {}
     )
-    seen = seen_by(monkeypatch)
+    drafter, seen = seen_by(drafter)
     text = torch.cat([first.sequences, prompt_of(3, seed=5)], dim=1)
     output = target.generate(
         text, **cache, **call, max_new_tokens=12, assistant_model=drafter, read_prefix=prefix != "left out"
@@ -154,9 +155,9 @@ def test_the_texts_own_tokens_are_those_of_prompt_prefix_and_output(prefix, chun
     assert len(seen) > 2
 
 
-def test_padding_and_other_sequences_are_no_text_of_a_sequence(monkeypatch):
+def test_padding_and_other_sequences_are_no_text_of_a_sequence():
     target, drafter, inputs = tiny_target("llama"), listing_drafter(), padded_batch()
-    seen = seen_by(monkeypatch)
+    drafter, seen = seen_by(drafter)
     output = target.generate(
         **inputs, assistant_model=drafter, max_new_tokens=2, do_sample=False, num_assistant_tokens=1
     )

@@ -9,6 +9,7 @@ import transformers
 from dflash_hub.target_model import CACHE
 from helpers.families import VERDICTS, VOCAB, drafter_for, equal_texts, tiny_family, trial
 from helpers.ropes import DYNAMIC, LONG
+from helpers.scripted import scripted
 from helpers.tiny import DRAFTERS, ROOT, prompt_of, tiny_drafter, tiny_target
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -92,7 +93,7 @@ def test_a_boundary_is_met_by_position_not_by_length(family, overrides):
     ("family", "overrides", "longest"),
     (("llama", DYNAMIC, 38), ("llama", LONG, 34), ("phi3", LONG, 34), ("gpt2", {"max_position_embeddings": 40}, 34)),
 )
-def test_a_finished_sequence_still_counts_for_the_boundary(family, overrides, longest, kind, drafts_of):
+def test_a_finished_sequence_still_counts_for_the_boundary(family, overrides, longest, kind):
     """In lockstep the longest sequence is fed on after its end: across the boundary, and to the end of a position table."""
     if family == "phi3" and transformers.__version__ < "5.24":
         pytest.skip("this transformers drops Phi-3's cache at the boundary, which is refused")
@@ -109,7 +110,7 @@ def test_a_finished_sequence_still_counts_for_the_boundary(family, overrides, lo
     target(reset)
     plain = target.generate(**inputs)
     assert plain[0, -1] == 0 and not (plain[1, longest:] == 0).any()
-    drafts_of(kind, plain)
+    drafter = scripted(drafter, kind, plain)
     target(reset)
     found = target.generate(**inputs, return_dict_in_generate=True, assistant_model=drafter)  # hence in lockstep
     assert torch.equal(found.sequences, plain)
@@ -199,7 +200,7 @@ def image_inputs(ids: torch.Tensor) -> dict:
     return inputs | {"mm_token_type_ids": (ids == 95).long()}
 
 
-def test_an_image_in_a_prompt_that_is_read_in_chunks(drafts_of):
+def test_an_image_in_a_prompt_that_is_read_in_chunks():
     """As plain does it: each chunk is fed the features of its own placeholders; refused where plain refuses."""
     target, drafter = tiny_qwen_vl()
     kwargs = {"max_new_tokens": 16, "do_sample": False, "suppress_tokens": list(range(92, 97))}
@@ -211,13 +212,13 @@ def test_an_image_in_a_prompt_that_is_read_in_chunks(drafts_of):
         with pytest.raises(ValueError, match="cannot split"):
             target.generate(**inputs, **kwargs, prefill_chunk_size=8, assistant_model=drafter)
         pytest.skip(f"this transformers does not read images in chunks: {refused}")
-    drafts_of("half-right", plain)
+    drafter = scripted(drafter, "half-right", plain)
     assert torch.equal(plain, whole)
     assert torch.equal(target.generate(**inputs, **kwargs, prefill_chunk_size=8, assistant_model=drafter), plain)
     assert drafter.last_speculation.num_accepted > 0
 
 
-def test_a_chat_turn_after_an_image_that_was_read_without_the_drafter(drafts_of):
+def test_a_chat_turn_after_an_image_that_was_read_without_the_drafter():
     """The pixels are gone: the drafter starts from the new tokens instead of reading placeholders."""
     target, drafter = tiny_qwen_vl()
     kwargs = {"do_sample": False, "suppress_tokens": list(range(92, 97))}
@@ -229,7 +230,7 @@ def test_a_chat_turn_after_an_image_that_was_read_without_the_drafter(drafts_of)
         kwargs |= {"mm_token_type_ids": (more == 95).long(), "attention_mask": torch.ones_like(more)}
         texts.append(target.generate(more, **kwargs, max_new_tokens=12, **{CACHE: turn[CACHE]}, **assistant))
         kwargs = {name: kwargs[name] for name in ("do_sample", "suppress_tokens")}
-        drafts_of("half-right", texts[0])
+        drafter = scripted(drafter, "half-right", texts[0])
     assert torch.equal(*texts) and drafter.last_speculation.prefix_passes == 0
     assert drafter.last_speculation.num_accepted > 0
 
@@ -273,25 +274,25 @@ def test_every_row_of_the_table(family):
 # ------------------------------------------------------------------------------------------------- furniture
 
 
-def test_pipeline(drafts_of, smollm2_path):
+def test_pipeline(smollm2_path):
     target = tiny_target("llama", vocab_size=49152, eos_token_id=2, pad_token_id=2)
     drafter = tiny_drafter(vocab_size=49152, bos_token_id=1, eos_token_id=2, pad_token_id=2)
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_path)
     prompt = "The sky is blue because"
     plain = target.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=12, do_sample=False)
-    drafts_of("half-right", plain)
+    drafter = scripted(drafter, "half-right", plain)
     pipe = transformers.pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=drafter)
     text = pipe(prompt, max_new_tokens=12, do_sample=False)[0]["generated_text"]
     assert text == tokenizer.decode(plain[0], skip_special_tokens=True)
     assert drafter.last_speculation.num_accepted > 0
 
 
-def test_text_iterator_streamer_in_a_thread(drafts_of, smollm2_path):
+def test_text_iterator_streamer_in_a_thread(smollm2_path):
     target, drafter = tiny_target("llama", vocab_size=49152), tiny_drafter(vocab_size=49152)
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_path)
     inputs = tokenizer("The sky", return_tensors="pt")
     plain = target.generate(**inputs, max_new_tokens=16, do_sample=False)
-    drafts_of("half-right", plain)
+    drafter = scripted(drafter, "half-right", plain)
     streamer = transformers.TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
     kwargs = dict(**inputs, max_new_tokens=16, do_sample=False, assistant_model=drafter, streamer=streamer)
     thread = threading.Thread(target=target.generate, kwargs=kwargs)
@@ -312,13 +313,13 @@ REAL_CONFIGS = {
 
 
 @pytest.mark.parametrize("name", REAL_CONFIGS)
-def test_pitfall_6_13_generation_configs_of_real_instruct_models(name, drafts_of):
+def test_pitfall_6_13_generation_configs_of_real_instruct_models(name):
     """Pitfalls 6, 13: sampling defaults, several ends and the penalty of the target's own file apply to both."""
     target, drafter, ids = tiny_target("qwen3"), tiny_drafter(), prompt_of(10)
     target.generation_config = transformers.GenerationConfig(**REAL_CONFIGS[name])
     plain = target.generate(ids, max_new_tokens=40, do_sample=False)
     for kind in ("random", "half-right"):
-        drafts_of(kind, plain)
+        drafter = scripted(drafter, kind, plain)
         assert torch.equal(target.generate(ids, max_new_tokens=40, do_sample=False, assistant_model=drafter), plain)
         torch.manual_seed(0)
         sampled = target.generate(ids, max_new_tokens=40, assistant_model=drafter)
@@ -333,13 +334,13 @@ def test_pitfall_6_13_generation_configs_of_real_instruct_models(name, drafts_of
 # ------------------------------------------------------------------------------------------------- placement
 
 
-def test_pitfall_37_a_target_spread_over_devices_by_accelerate(drafts_of, tmp_path):
+def test_pitfall_37_a_target_spread_over_devices_by_accelerate(tmp_path):
     """What a CPU allows of a device map: layers on disk, brought in by accelerate's hooks (pitfall 37)."""
     import accelerate
 
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     plain = target.generate(ids, max_new_tokens=20, do_sample=False)
-    drafts_of("half-right", plain)
+    drafter = scripted(drafter, "half-right", plain)
     device_map = {
         "model.embed_tokens": "disk",
         "model.layers": "cpu",
@@ -354,15 +355,15 @@ def test_pitfall_37_a_target_spread_over_devices_by_accelerate(drafts_of, tmp_pa
 
 
 @pytest.mark.slow
-def test_pitfall_43_a_compiled_target(drafts_of):
+def test_pitfall_43_a_compiled_target():
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     plain = target.generate(ids, max_new_tokens=20, do_sample=False)
-    drafts_of("half-right", plain)
+    drafter = scripted(drafter, "half-right", plain)
     target.forward = torch.compile(target.forward)
     assert torch.equal(target.generate(ids, max_new_tokens=20, do_sample=False, assistant_model=drafter), plain)
 
 
-def test_lora_merged_and_switched(drafts_of):
+def test_lora_merged_and_switched():
     """The text is that of the adapter in force; a wrapped target hands its call on."""
     peft = pytest.importorskip("peft")
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
@@ -376,9 +377,9 @@ def test_lora_merged_and_switched(drafts_of):
 
     def check(model):
         plain = model.generate(input_ids=ids, max_new_tokens=20, do_sample=False)
-        drafts_of("half-right", plain)
-        text = model.generate(input_ids=ids, max_new_tokens=20, do_sample=False, assistant_model=drafter)
-        assert torch.equal(text, plain) and drafter.last_speculation.num_accepted > 0
+        assistant = scripted(drafter, "half-right", plain)
+        text = model.generate(input_ids=ids, max_new_tokens=20, do_sample=False, assistant_model=assistant)
+        assert torch.equal(text, plain) and assistant.last_speculation.num_accepted > 0
         texts.append(text)
 
     check(wrapped)
@@ -394,7 +395,7 @@ def test_lora_merged_and_switched(drafts_of):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ("drafter", "target", "both"))
-def test_pitfall_39_41_torchao_int8_weights(which, drafts_of):
+def test_pitfall_39_41_torchao_int8_weights(which):
     """Pitfalls 39, 41: the head included, which then has no dense weight."""
     quantization = pytest.importorskip(
         "torchao.quantization", reason="torchao is not installed: `make test-slow` installs it"
@@ -408,14 +409,14 @@ def test_pitfall_39_41_torchao_int8_weights(which, drafts_of):
         if chosen:
             quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     plain = target.generate(ids, max_new_tokens=20, do_sample=False)
-    drafts_of("half-right", plain)
+    drafter = scripted(drafter, "half-right", plain)
     assert torch.equal(target.generate(ids, max_new_tokens=20, do_sample=False, assistant_model=drafter), plain)
     assert drafter.last_speculation.num_accepted > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ("drafter", "target", "both"))
-def test_pitfall_41_bitsandbytes_4_bit_weights(which, drafts_of, tmp_path):
+def test_pitfall_41_bitsandbytes_4_bit_weights(which, tmp_path):
     """Each token stays within the quantised target's own ties: its kernels round a block and a token differently."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: `make test-slow` installs it")
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}  # their CPU kernel wants multiples of 64
@@ -428,7 +429,7 @@ def test_pitfall_41_bitsandbytes_4_bit_weights(which, drafts_of, tmp_path):
         drafter.save_pretrained(tmp_path / "drafter")
         drafter = type(drafter).from_pretrained(tmp_path / "drafter", quantization_config=config)
     plain = target.generate(ids, max_new_tokens=20, do_sample=False)
-    drafts_of("half-right", plain)
+    drafter = scripted(drafter, "half-right", plain)
     text = target.generate(ids, max_new_tokens=20, do_sample=False, assistant_model=drafter)
     with torch.no_grad():
         scores = target(text).logits[0, 9:-1].float()

@@ -5,18 +5,19 @@ import inspect
 import itertools
 import logging
 import re
+import time
 import types
 
 import pytest
 import torch
 import transformers
-from dflash_hub import DFlashDraftModel, decode_clock, decode_memory, generation_dflash
+from dflash_hub import DFlashDraftModel
 from dflash_hub.decode_memory import ScheduleMemory
-from dflash_hub.decode_schedule import DraftSchedule
 from dflash_hub.drafter_candidates import DFlashProposer
 from dflash_hub.target_cache import cached_length
 from dflash_hub.target_model import CACHE, COUNTS_EMBEDDING
 from helpers.families import tiny_family
+from helpers.scripted import ScriptedDrafter, ScriptedProposer, ScriptedSchedule, generate_with, scripted
 from helpers.tiny import DRAFTERS, FAMILIES, VOCAB, expected_cut, prompt_of, tiny_drafter, tiny_target
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,13 +43,13 @@ def greedy(target, ids, **kwargs):
 @pytest.mark.parametrize("block_size", (2, 5, 16))
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_pitfall_4_6_7_16_19_greedy_equals_plain(family, kind, block_size, prompt_length, drafts_of):
+def test_pitfall_4_6_7_16_19_greedy_equals_plain(family, kind, block_size, prompt_length):
     """Every length from 1 to two blocks, and an end token at every offset (pitfalls 4, 6, 7, 16, 19)."""
     target, drafter = tiny_target(family), tiny_drafter(num_hidden_layers=1, block_size=block_size)
     ids = prompt_of(prompt_length)
     longest = 2 * block_size
     plain = greedy(target, ids, max_new_tokens=longest)
-    drafts_of(kind, plain)
+    drafter = scripted(drafter, kind, plain)
 
     accepted = 0
     for new in range(1, longest + 1):
@@ -70,12 +71,12 @@ def test_pitfall_4_6_7_16_19_greedy_equals_plain(family, kind, block_size, promp
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-def test_pitfall_12_half_precision_stays_within_the_targets_own_ties(dtype, drafts_of):
+def test_pitfall_12_half_precision_stays_within_the_targets_own_ties(dtype):
     """Pitfall 12: other kernels verify a block than write a token; each token must still be a near best one."""
     target, drafter = tiny_target("qwen3").to(dtype), tiny_drafter(dtype=dtype)
     ids = prompt_of(20)
     plain = greedy(target, ids, max_new_tokens=40)
-    drafts_of("half-right", plain)
+    drafter = scripted(drafter, "half-right", plain)
     text = greedy(target, ids, assistant_model=drafter, max_new_tokens=40)
     scores = target(text).logits[0, 19:-1].float()
     gap = scores.max(-1).values - scores.gather(-1, text[0, 20:, None])[:, 0]
@@ -97,7 +98,7 @@ def test_pitfall_38_drafter_and_target_may_differ_in_dtype(target_dtype, drafter
         assert torch.equal(text, greedy(target, ids, max_new_tokens=8))
 
 
-def test_pitfall_30_left_padding_changes_neither_text_nor_acceptance(drafts_of):
+def test_pitfall_30_left_padding_changes_neither_text_nor_acceptance():
     """Pitfall 30: also what the drafter proposes is the same."""
     target, drafter = (
         tiny_target("llama"),
@@ -107,37 +108,33 @@ def test_pitfall_30_left_padding_changes_neither_text_nor_acceptance(drafts_of):
     padded = torch.cat([torch.zeros(1, 7, dtype=torch.long), ids], dim=1)
     mask = torch.cat([torch.zeros(1, 7, dtype=torch.long), torch.ones_like(ids)], dim=1)
     logits = []
-    drafts_of("random")
-    run = DFlashProposer.candidates
 
-    def noted(*args, **kwargs):
-        candidates = run(*args, **kwargs)
-        logits.append(candidates.logits[0].clone())
-        return candidates
+    class Noted(DFlashProposer):
+        def candidates(self, *args, **kwargs):
+            candidates = super().candidates(*args, **kwargs)
+            logits.append(candidates.logits[0].clone())
+            return candidates
 
-    DFlashProposer.candidates = noted
-    try:
-        alone = greedy(target, ids, assistant_model=drafter, max_new_tokens=20)
-        first = len(logits)
-        text = greedy(target, padded, attention_mask=mask, assistant_model=drafter, max_new_tokens=20)
-    finally:
-        DFlashProposer.candidates = run
+    drafter = ScriptedDrafter(drafter, Noted)
+    alone = greedy(target, ids, assistant_model=drafter, max_new_tokens=20)
+    first = len(logits)
+    text = greedy(target, padded, attention_mask=mask, assistant_model=drafter, max_new_tokens=20)
     assert torch.equal(text[:, 7:], alone)
     assert torch.equal(alone, greedy(target, ids, max_new_tokens=20))
     torch.testing.assert_close(torch.cat(logits[:first]), torch.cat(logits[first:]), atol=1e-4, rtol=1e-4)
 
 
-def test_a_grown_vocabulary_is_fine(drafts_of):
+def test_a_grown_vocabulary_is_fine():
     target, drafter = tiny_target("llama"), tiny_drafter()
     target.resize_token_embeddings(VOCAB + 7)
     ids = prompt_of(10)
     plain = greedy(target, ids, max_new_tokens=20)
-    drafts_of("half-right", plain)
+    drafter = scripted(drafter, "half-right", plain)
     assert torch.equal(greedy(target, ids, assistant_model=drafter, max_new_tokens=20), plain)
     assert drafter.last_speculation.num_accepted > 0
 
 
-def test_pitfall_39_a_head_without_dense_weight_is_called_not_read(drafts_of):
+def test_pitfall_39_a_head_without_dense_weight_is_called_not_read():
     """Pitfall 39."""
 
     class Packed(torch.nn.Module):
@@ -151,7 +148,7 @@ def test_pitfall_39_a_head_without_dense_weight_is_called_not_read(drafts_of):
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     plain = greedy(target, ids, max_new_tokens=20)
     target.lm_head = Packed(target.lm_head)
-    drafts_of("half-right", plain)
+    drafter = scripted(drafter, "half-right", plain)
     assert torch.equal(greedy(target, ids, assistant_model=drafter, max_new_tokens=20), plain)
 
 
@@ -190,10 +187,10 @@ def test_a_target_that_cuts_its_logits_is_drafted_for_as_wide(kwargs):
 
 
 @pytest.mark.parametrize("form", ("int", "list", "tensor", "target's config", "passed config"))
-def test_end_tokens_in_every_form(form, drafts_of):
+def test_end_tokens_in_every_form(form):
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     plain = greedy(target, ids, max_new_tokens=20)
-    drafts_of("oracle", plain)
+    drafter = scripted(drafter, "oracle", plain)
     first, second = int(plain[0, 17]), int(plain[0, 14])
     kwargs = {"max_new_tokens": 20}
     ends = {first} if form == "int" else {first, second}
@@ -226,12 +223,12 @@ class StopsAt(StoppingCriteria):
 
 @pytest.mark.parametrize("offset", range(1, 12))
 @pytest.mark.parametrize("how", ("criterion", "stop string"))
-def test_pitfall_2_3_a_stop_inside_a_block(how, offset, drafts_of, pair_folders):
+def test_pitfall_2_3_a_stop_inside_a_block(how, offset, pair_folders):
     """Pitfalls 2, 3: at every token of two blocks; nothing after it is streamed or cached, and a criterion is asked once
     per token and in order."""
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     plain = greedy(target, ids, max_new_tokens=20)
-    drafts_of("oracle", plain)
+    drafter = scripted(drafter, "oracle", plain)
     criterion, streamer = StopsAt(10 + offset), Collects()
     if how == "criterion":
         stop = {"stopping_criteria": StoppingCriteriaList([criterion])}
@@ -251,12 +248,12 @@ def test_pitfall_2_3_a_stop_inside_a_block(how, offset, drafts_of, pair_folders)
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_max_time_stops_where_plain_does(kind, drafts_of, monkeypatch):
+def test_max_time_stops_where_plain_does(kind, monkeypatch):
     """With a clock that goes on by a second whenever the criterion looks at it."""
     from transformers.generation import stopping_criteria
 
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
-    drafts_of(kind, greedy(target, ids, max_new_tokens=20))
+    drafter = scripted(drafter, kind, greedy(target, ids, max_new_tokens=20))
     clock = itertools.count()
     monkeypatch.setattr(stopping_criteria, "time", types.SimpleNamespace(time=lambda: float(next(clock))))
     plain = greedy(target, ids, max_new_tokens=20, max_time=7.5)
@@ -265,12 +262,12 @@ def test_max_time_stops_where_plain_does(kind, drafts_of, monkeypatch):
     assert drafter.last_speculation.num_accepted > 0 or kind == "random"
 
 
-def test_pitfall_2_3_stop_strings(drafts_of, smollm2_path, caplog, monkeypatch):
+def test_pitfall_2_3_stop_strings(smollm2_path, caplog, monkeypatch):
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_path)
     target = tiny_target("llama", vocab_size=49152)
     drafter, ids = tiny_drafter(vocab_size=49152), prompt_of(10)
     plain = greedy(target, ids, max_new_tokens=20)
-    drafts_of("oracle", plain)
+    drafter = scripted(drafter, "oracle", plain)
     stop = tokenizer.decode(plain[0, 16])
     expected = greedy(target, ids, max_new_tokens=20, stop_strings=[stop], tokenizer=tokenizer)
     text = greedy(target, ids, assistant_model=drafter, max_new_tokens=20, stop_strings=[stop], tokenizer=tokenizer)
@@ -293,23 +290,23 @@ def test_pitfall_2_3_stop_strings(drafts_of, smollm2_path, caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_the_smallest_of_several_length_limits_counts(kind, drafts_of):
+def test_the_smallest_of_several_length_limits_counts(kind):
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     criteria = StoppingCriteriaList([transformers.MaxLengthCriteria(30), transformers.MaxLengthCriteria(15)])
     plain = greedy(target, ids, max_new_tokens=25, stopping_criteria=criteria)
-    drafts_of(kind, plain)
+    drafter = scripted(drafter, kind, plain)
     text = greedy(target, ids, max_new_tokens=25, stopping_criteria=criteria, assistant_model=drafter)
     assert torch.equal(text, plain) and text.shape[1] == 15
 
 
-def test_a_callers_own_stop_string_criterion_replaces_ours(drafts_of, smollm2_path):
+def test_a_callers_own_stop_string_criterion_replaces_ours(smollm2_path):
     from transformers.generation import StopStringCriteria
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_path)
     target = tiny_target("llama", vocab_size=49152)
     drafter, ids = tiny_drafter(vocab_size=49152), prompt_of(10)
     longest = greedy(target, ids, max_new_tokens=20)
-    drafts_of("oracle", longest)
+    drafter = scripted(drafter, "oracle", longest)
     early, late = tokenizer.decode(longest[0, 13]), tokenizer.decode(longest[0, 18])
     kwargs = {"max_new_tokens": 20, "stop_strings": [early], "tokenizer": tokenizer}
     kwargs["stopping_criteria"] = StoppingCriteriaList([StopStringCriteria(tokenizer, [late])])
@@ -347,7 +344,7 @@ PROCESSORS = {
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_logits_processors(name, kind, drafts_of):
+def test_logits_processors(name, kind):
     """Pitfalls 14, 15: stateful ones too see each emitted token once, in order."""
     target, drafter, ids = tiny_target("qwen3"), tiny_drafter(), prompt_of(10)
 
@@ -358,7 +355,7 @@ def test_logits_processors(name, kind, drafts_of):
         return greedy(target, ids, max_new_tokens=24, **PROCESSORS[name], **kwargs), counter.lengths
 
     plain, lengths = run()
-    drafts_of(kind, plain)
+    drafter = scripted(drafter, kind, plain)
     text, drafted_lengths = run(assistant_model=drafter)
     assert torch.equal(text, plain)
     assert drafted_lengths == lengths
@@ -371,7 +368,7 @@ def test_logits_processors(name, kind, drafts_of):
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("stateful", (False, True))
-def test_scores_and_logits(kind, stateful, drafts_of):
+def test_scores_and_logits(kind, stateful):
     target, drafter, ids = tiny_target("qwen3"), tiny_drafter(), prompt_of(10)
     kwargs = {"max_new_tokens": 16, "repetition_penalty": 1.3, "return_dict_in_generate": True}
     kwargs |= {"output_scores": True, "output_logits": True}
@@ -381,7 +378,7 @@ def test_scores_and_logits(kind, stateful, drafts_of):
         return greedy(target, ids, logits_processor=processors, **kwargs, **more)
 
     plain = run()
-    drafts_of(kind, plain.sequences)
+    drafter = scripted(drafter, kind, plain.sequences)
     output = run(assistant_model=drafter)
     assert torch.equal(output.sequences, plain.sequences)
     assert len(output.scores) == len(output.logits) == 16
@@ -405,11 +402,11 @@ class Collects:
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_pitfall_36_streamer(kind, drafts_of):
+def test_pitfall_36_streamer(kind):
     """Pitfall 36: the prompt once, then pieces of 1 to block_size tokens, nothing after the stop."""
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     plain = greedy(target, ids, max_new_tokens=20)
-    drafts_of(kind, plain)
+    drafter = scripted(drafter, kind, plain)
     streamer, eos = Collects(), int(plain[0, 23])
     text = greedy(target, ids, assistant_model=drafter, max_new_tokens=20, streamer=streamer, eos_token_id=eos)
     assert streamer.pieces[0] == ids[0].tolist() and streamer.ended
@@ -418,10 +415,10 @@ def test_pitfall_36_streamer(kind, drafts_of):
     assert text[0].tolist() == expected_cut(plain, 10, 20, {eos})
 
 
-def test_statistics(drafts_of):
+def test_statistics():
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     plain = greedy(target, ids, max_new_tokens=31)
-    drafts_of("half-right", plain)
+    drafter = scripted(drafter, "half-right", plain)
     greedy(target, ids, assistant_model=drafter, max_new_tokens=31)
     s = drafter.last_speculation
     assert s.target_passes == 1 + s.check_passes + len(s.acceptance_lengths[0]) and s.check_passes == 3
@@ -430,7 +427,7 @@ def test_statistics(drafts_of):
     assert [a + 1 for a in s.accepted[0]] == s.acceptance_lengths[0]
     shares = s.slot_acceptance
     assert len(shares) == 4 and 0 < shares[0] < 1
-    drafts_of("oracle", plain)
+    drafter = scripted(drafter, "oracle", plain)
     greedy(target, ids, assistant_model=drafter, max_new_tokens=31)
     assert drafter.last_speculation.acceptance_lengths == [[5] * 6]
     assert drafter.last_speculation.slot_acceptance == [1.0] * 4
@@ -473,18 +470,12 @@ def test_taps_are_what_forward_hooks_see():
             assert torch.equal(mine, seen[index])
 
 
-def test_the_first_round_sees_the_whole_prompt_and_later_ones_what_was_accepted(drafts_of, monkeypatch):
+def test_the_first_round_sees_the_whole_prompt_and_later_ones_what_was_accepted():
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     plain = greedy(target, ids, max_new_tokens=20)
-    drafts_of("half-right", plain)
     fed = []
-    run = type(drafter).forward
-
-    def forward(self, noise_embeds, context_hidden_states, *args, **kwargs):
-        fed.append(context_hidden_states)
-        return run(self, noise_embeds, context_hidden_states, *args, **kwargs)
-
-    monkeypatch.setattr(type(drafter), "forward", forward)
+    drafter.register_forward_pre_hook(lambda module, args: fed.append(args[1]))
+    drafter = scripted(drafter, "half-right", plain)
     greedy(target, ids, assistant_model=drafter, max_new_tokens=20)
     lengths = drafter.last_speculation.acceptance_lengths[0]
     assert [states.shape[1] for states in fed] == [10, *lengths[: len(fed) - 1]]
@@ -550,22 +541,26 @@ class HostReads(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_a_round_waits_for_the_device_once_and_copies_no_text(kind, drafts_of, monkeypatch):
+def test_a_round_waits_for_the_device_once_and_copies_no_text(kind, monkeypatch):
     """What a call adds for further rounds; the drafter's own work is counted where it is not a stand-in."""
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(400)
     greedy(target, ids, assistant_model=drafter, max_new_tokens=5)  # checks the target, once
     plain = greedy(target, ids, max_new_tokens=40)
-    drafts_of(kind, plain)
     figures = []
     for new in (12, 40):
         counts = HostReads(long=400)
-        stand_ins = [(type(target), "forward")]
-        if kind != "random":
-            stand_ins.append((DFlashProposer, "propose"))
+
+        class Uncounted(ScriptedProposer):
+            propose = counts.leave_out(ScriptedProposer.propose)
+
+        scripts = {"random": scripted(drafter, kind)}  # whose drafts are the drafter's own
+        script = scripts.get(kind) or ScriptedDrafter(
+            drafter, lambda drafter, target, proposer=Uncounted: proposer(drafter, target, kind, plain)
+        )
         with monkeypatch.context() as patched, counts:
-            for owner, name in stand_ins:
-                patched.setattr(owner, name, counts.leave_out(getattr(owner, name)))
-            greedy(target, ids, assistant_model=drafter, max_new_tokens=new, num_assistant_tokens=4)
+            patched.setattr(type(target), "forward", counts.leave_out(type(target).forward))
+            greedy(target, ids, assistant_model=script, max_new_tokens=new, num_assistant_tokens=4)
+        drafter.last_speculation = script.last_speculation
         figures.append((len(drafter.last_speculation.accepted[0]), counts.reads, counts.copies))
     (few, few_reads, few_copies), (many, many_reads, many_copies) = figures
     assert many - few >= 5 and many_reads - few_reads == many - few
@@ -580,7 +575,7 @@ def test_a_round_waits_for_the_device_once_and_copies_no_text(kind, drafts_of, m
 @pytest.mark.parametrize(
     "call", ({}, {"do_sample": True}, {"rows": 3}, {"rows": 3, "return_dict_in_generate": True}, {"stateful": True})
 )
-def test_logits_that_are_not_finite_end_drafting_in_a_call_and_change_no_text(value, call, monkeypatch, caplog):
+def test_logits_that_are_not_finite_end_drafting_in_a_call_and_change_no_text(value, call, caplog):
     """From the third draft on, one sequence's second position is spoiled: what is before it is still accepted."""
     target, drafter, call = tiny_target("llama"), tiny_drafter(), dict(call)
     ids = torch.cat([prompt_of(9, seed) for seed in range(call.pop("rows", 1))])
@@ -592,22 +587,22 @@ def test_logits_that_are_not_finite_end_drafting_in_a_call_and_change_no_text(va
         output = target.generate(ids, assistant_model=drafter, num_assistant_tokens=num_draft, **call, **processors)
         return output.sequences if "return_dict_in_generate" in call else output
 
-    plain = text(0)
-    run, rounds = DFlashProposer.candidates, []
+    plain, rounds = text(0), []
 
-    def candidates(self, *args, **kwargs):
-        scored = run(self, *args, **kwargs)
-        logits = scored.logits
-        rounds.append(logits.shape[1])
-        for row, token_ids in enumerate(plain.tolist()):
-            start = (self.cache.get_seq_length() if self.seen is None else self.seen[row]) + 1
-            for position, token in enumerate(token_ids[start : start + logits.shape[1]]):
-                logits[row, position, token] = 1e4
-        if len(rounds) >= 3:
-            logits[-1, 1] = value
-        return scored
+    class Spoiled(DFlashProposer):
+        def candidates(self, *args, **kwargs):
+            scored = super().candidates(*args, **kwargs)
+            logits = scored.logits
+            rounds.append(logits.shape[1])
+            for row, token_ids in enumerate(plain.tolist()):
+                start = (self.cache.get_seq_length() if self.seen is None else self.seen[row]) + 1
+                for position, token in enumerate(token_ids[start : start + logits.shape[1]]):
+                    logits[row, position, token] = 1e4
+            if len(rounds) >= 3:
+                logits[-1, 1] = value
+            return scored
 
-    monkeypatch.setattr(DFlashProposer, "candidates", candidates)
+    drafter = ScriptedDrafter(drafter, Spoiled)
     for _ in range(2):
         rounds.clear()
         assert text(4).equal(plain) and len(rounds) == 3
@@ -631,11 +626,11 @@ def test_a_drafter_that_overflows_in_float16_says_why_it_drafts_nothing(weights,
     assert re.search(cause, caplog.text)
 
 
-def test_number_of_drafted_tokens(drafts_of):
+def test_number_of_drafted_tokens():
     """Call argument, passed config, target's config, drafter's config: the first that states one."""
     target, drafter, ids = tiny_target("llama"), tiny_drafter(num_draft_tokens=3), prompt_of(10)
     plain = greedy(target, ids, max_new_tokens=20)
-    drafts_of("oracle", plain)
+    drafter = scripted(drafter, "oracle", plain)
 
     def drafted(**kwargs):
         text = target.generate(ids, assistant_model=drafter, **kwargs)
@@ -674,7 +669,7 @@ WITHOUT_DRAFTS = {
 
 @pytest.mark.parametrize("family", ("llama", "qwen3_5", "jamba"))
 @pytest.mark.parametrize("name", WITHOUT_DRAFTS)
-def test_without_drafts_the_loop_is_plain_generate(family, name, monkeypatch):
+def test_without_drafts_the_loop_is_plain_generate(family, name):
     """`num_assistant_tokens=0`: no drafter pass, no hidden states that nobody asked for, one token a forward pass.
 
     Jamba's recurrent layers start anew in a pass of several tokens, which does not matter here.
@@ -690,7 +685,7 @@ def test_without_drafts_the_loop_is_plain_generate(family, name, monkeypatch):
     target.register_forward_pre_hook(
         lambda module, args, kwargs: asked.append(kwargs.get("output_hidden_states")), with_kwargs=True
     )
-    monkeypatch.setattr(type(drafter), "forward", None)
+    drafter.register_forward_pre_hook(lambda *args: pytest.fail("the drafter ran"))
     output = target.generate(**inputs, **kwargs, assistant_model=drafter, num_assistant_tokens=0)
     speculation = drafter.last_speculation
     assert speculation.drafter_passes == speculation.num_drafted == speculation.check_passes == 0
@@ -705,7 +700,7 @@ def test_without_drafts_the_loop_is_plain_generate(family, name, monkeypatch):
     assert {length for row in speculation.acceptance_lengths for length in row} == {1}
 
 
-def test_a_turn_without_drafts_between_turns_with_drafts(monkeypatch):
+def test_a_turn_without_drafts_between_turns_with_drafts():
     """It reads nothing for the drafter, which reads the prefix once more in the next turn."""
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     kwargs, cache, prefix_passes = {"max_new_tokens": 8, "return_dict_in_generate": True}, None, []
@@ -718,18 +713,13 @@ def test_a_turn_without_drafts_between_turns_with_drafts(monkeypatch):
     assert prefix_passes == [0, 0, 1]
 
 
-def test_pitfall_35_49_the_block_is_fed_whole_whatever_is_drafted(monkeypatch):
+def test_pitfall_35_49_the_block_is_fed_whole_whatever_is_drafted():
     """Pitfalls 35, 49."""
     target, drafter = tiny_target("llama"), tiny_drafter()
     fed, verified = [], []
-    run, run_target = type(drafter).forward, type(target).forward
-    monkeypatch.setattr(
-        type(drafter), "forward", lambda self, noise, *a, **k: fed.append(noise.shape[1]) or run(self, noise, *a, **k)
-    )
-    monkeypatch.setattr(
-        type(target),
-        "forward",
-        lambda self, *a, **k: verified.append(k["input_ids"].shape[1]) or run_target(self, *a, **k),
+    drafter.register_forward_pre_hook(lambda module, args: fed.append(args[0].shape[1]))
+    target.register_forward_pre_hook(
+        lambda module, args, kwargs: verified.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     greedy(target, prompt_of(10), assistant_model=drafter, max_new_tokens=6, num_assistant_tokens=2)
     assert set(fed) == {5}
@@ -738,12 +728,12 @@ def test_pitfall_35_49_the_block_is_fed_whole_whatever_is_drafted(monkeypatch):
 
 @pytest.mark.parametrize("rows", (1, 3))
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_pitfall_48_as_many_as_pay(kind, rows, drafts_of):
+def test_pitfall_48_as_many_as_pay(kind, rows):
     """Pitfall 48: "auto" is the default; the text is the same whatever the times were, and what was learned is kept."""
     target, drafter = tiny_target("llama"), tiny_drafter(num_draft_tokens="auto")
     ids = torch.cat([prompt_of(10, seed) for seed in range(rows)])
     plain = greedy(target, ids, max_new_tokens=60)
-    drafts_of(kind, plain)
+    drafter = scripted(drafter, kind, plain)
     for _ in range(2):
         assert torch.equal(greedy(target, ids, max_new_tokens=60, assistant_model=drafter), plain)
         assert drafter.last_speculation.num_drafted > 0
@@ -753,15 +743,14 @@ def test_pitfall_48_as_many_as_pay(kind, rows, drafts_of):
         assert drafter.last_speculation.num_accepted == drafter.last_speculation.num_drafted
 
 
-def test_the_schedule_decides(monkeypatch, drafts_of):
+def test_the_schedule_decides():
     """It is asked before every round and told what came of it; a text that ends drafts less."""
     target, drafter, ids = tiny_target("llama"), tiny_drafter(num_draft_tokens="auto"), prompt_of(10)
     plain = greedy(target, ids, max_new_tokens=16)
-    drafts_of("oracle", plain)
-    wanted, told = iter([0, 3, 0, 4, 2, 4]), []
-    monkeypatch.setattr(DraftSchedule, "next", lambda self, rows, context: next(wanted))
-    monkeypatch.setattr(DraftSchedule, "observe", lambda self, *args: told.append(args))
-    assert torch.equal(greedy(target, ids, max_new_tokens=16, assistant_model=drafter), plain)
+    schedule, proposer = ScriptedSchedule([0, 3, 0, 4, 2, 4]), ScriptedProposer(drafter, target, "oracle", plain)
+    text, _ = generate_with(target, proposer, schedule, ids, max_new_tokens=16, do_sample=False)
+    assert torch.equal(text, plain)
+    told = schedule.told
     assert [(drafted, accepted) for drafted, accepted, *_ in told] == [
         (0, [0]),
         (3, [3]),
@@ -778,9 +767,8 @@ def test_the_schedule_decides(monkeypatch, drafts_of):
 
 def test_a_slow_streamer_is_no_part_of_a_round(monkeypatch):
     """Else the schedule would take the target for slow, and draft more than pays."""
-    target, drafter, told, now = tiny_target("llama"), tiny_drafter(num_draft_tokens="auto"), [], [0.0]
-    monkeypatch.setattr(decode_clock.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(DraftSchedule, "observe", lambda self, drafted, accepted, *args: told.append(args[:2]))
+    target, drafter, now = tiny_target("llama"), tiny_drafter(), [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
     class Slow:
         def put(self, value):
@@ -789,24 +777,30 @@ def test_a_slow_streamer_is_no_part_of_a_round(monkeypatch):
         def end(self):
             pass
 
-    greedy(target, prompt_of(10), max_new_tokens=16, assistant_model=drafter, streamer=Slow())
-    assert now[0] > 40 and told and set(told) == {(0.0, 0.0)}
+    schedule = ScriptedSchedule(itertools.repeat(1))
+    proposer = ScriptedProposer(drafter, target, "random", None)
+    generate_with(target, proposer, schedule, prompt_of(10), Slow(), max_new_tokens=16, do_sample=False)
+    assert (
+        now[0] > 40
+        and schedule.told
+        and {seconds for _, _, *seconds, _, _ in map(list, schedule.told) for seconds in seconds} == {0.0}
+    )
 
 
 @pytest.mark.parametrize("number", (4, "auto"))
-def test_pitfall_40_92_a_drafter_that_does_not_fit_is_named_once(number, monkeypatch, drafts_of):
+def test_pitfall_40_92_a_drafter_that_does_not_fit_is_named_once(number, caplog, monkeypatch):
     """Pitfalls 40, 92: with likely causes, and only where nearly nothing is accepted."""
-    target, ids = tiny_target("llama"), prompt_of(10)
-    plain, said = greedy(target, ids, max_new_tokens=60), []
-    monkeypatch.setattr(decode_memory.logger, "warning", said.append)
-    monkeypatch.setattr(DraftSchedule, "next", lambda self, rows, context: 4 * (1 in self.statistics.target))
+    target, ids, now = tiny_target("llama"), prompt_of(10), [0.0]
+    plain = greedy(target, ids, max_new_tokens=60)
+    # By this clock only the target takes time, so that "auto" goes on trying.
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    target.register_forward_hook(lambda *args: now.append(now.pop() + 1.0))
     for kind, warnings in (("half-right", 0), ("random", 1)):
-        drafter = tiny_drafter()
-        drafts_of(kind, plain)
-        for _ in range(2):
+        drafter = scripted(tiny_drafter(), kind, plain)
+        for _ in range(8):
             greedy(target, ids, max_new_tokens=60, assistant_model=drafter, num_assistant_tokens=number)
-        assert len(said) == warnings
-    assert "thinking mode" in said[0] and "target_layer_ids" in said[0]
+        assert len(caplog.messages) == warnings
+    assert "thinking mode" in caplog.text and "target_layer_ids" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------- the hook
@@ -814,17 +808,13 @@ def test_pitfall_40_92_a_drafter_that_does_not_fit_is_named_once(number, monkeyp
 
 def test_nothing_is_timed_for_a_fixed_number(monkeypatch):
     """Neither kept, round after round, nor waited for: only the schedule asks for times."""
-    clocks = []
-
-    def clock(device, wanted):
-        clocks.append(decode_clock.RoundClock(device, wanted))
-        return clocks[-1]
-
-    monkeypatch.setattr(generation_dflash, "RoundClock", clock)
-    target, drafter = tiny_target("llama"), tiny_drafter()
-    for number, wanted in ((3, False), ("auto", True)):
+    target, drafter, looks = tiny_target("llama"), tiny_drafter(), []
+    monkeypatch.setattr(time, "perf_counter", lambda: looks.append(1) or float(len(looks)))
+    for number, most in ((3, 1), ("auto", 1000)):
+        looks.clear()
         greedy(target, prompt_of(9), max_new_tokens=12, assistant_model=drafter, num_assistant_tokens=number)
-        assert (clocks[-1].wanted, clocks[-1].marks) == (wanted, [])
+        assert 1 <= len(looks) <= most
+    assert len(looks) > len(drafter.last_speculation.drafted[0])
 
 
 def test_every_other_call_is_untouched(monkeypatch):
@@ -851,11 +841,11 @@ def test_every_other_call_is_untouched(monkeypatch):
     )
 
 
-def test_the_drafter_is_found_wherever_it_stands(drafts_of):
+def test_the_drafter_is_found_wherever_it_stands():
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     config = GenerationConfig(max_new_tokens=12, do_sample=False)
     plain = target.generate(ids, config)
-    drafts_of("oracle", plain)
+    drafter = scripted(drafter, "oracle", plain)
     assert torch.equal(target.generate(ids, config, None, None, None, None, drafter), plain)
     assert drafter.last_speculation.num_accepted > 0
     assert torch.equal(target.generate(inputs=ids, generation_config=config, assistant_model=drafter), plain)
@@ -870,7 +860,7 @@ def test_installing_twice_changes_nothing():
     assert GenerationMixin.generate is before
 
 
-def test_two_threads_share_target_and_drafter(drafts_of):
+def test_two_threads_share_target_and_drafter():
     from concurrent.futures import ThreadPoolExecutor
 
     target, drafter = tiny_target("llama"), tiny_drafter()
@@ -954,7 +944,7 @@ def test_an_offloaded_drafter_drafts_as_a_whole_one(tmp_path):
     assert half > 3 and all(torch.equal(*pair) for pair in zip(logits[:half], logits[half:]))
 
 
-def test_a_pipeline_takes_a_drafter(pair_folders, drafts_of):
+def test_a_pipeline_takes_a_drafter(pair_folders):
     """When it is made, where the drafter's special tokens are the target's or its tokenizer comes along, and when it is called."""
     folder, _ = pair_folders
     target = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -962,9 +952,9 @@ def test_a_pipeline_takes_a_drafter(pair_folders, drafts_of):
     call = {"max_new_tokens": 12, "do_sample": False}
     alone = transformers.pipeline("text-generation", model=target, tokenizer=tokenizer)
     text = alone("hello", **call)
-    drafts_of("oracle", target.generate(**tokenizer("hello", return_tensors="pt"), **call))
+    known = target.generate(**tokenizer("hello", return_tensors="pt"), **call)
     special = {name: getattr(target.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    same, other = tiny_drafter(**special), tiny_drafter()
+    same, other = (scripted(drafter, "oracle", known) for drafter in (tiny_drafter(**special), tiny_drafter()))
     made = {"model": target, "tokenizer": tokenizer}
     pipelines = [
         (same, transformers.pipeline("text-generation", assistant_model=same, **made), {}),
@@ -1051,11 +1041,11 @@ class Breaks(StoppingCriteria):
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("length", range(11, 18))
-def test_a_criterion_that_raises_leaves_the_streamed_text_and_its_cache(kind, length, drafts_of):
+def test_a_criterion_that_raises_leaves_the_streamed_text_and_its_cache(kind, length):
     """At every offset in a block: the next turn goes on from what was streamed, as after plain `generate`."""
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     plain = greedy(target, ids, max_new_tokens=30)
-    drafts_of(kind, plain)
+    drafter = scripted(drafter, kind, plain)
     streamed, held = [], []
     for assistant in ({}, {"assistant_model": drafter}):
         streamer, cache = Collects(), transformers.DynamicCache(config=target.config)
@@ -1072,7 +1062,7 @@ def test_a_criterion_that_raises_leaves_the_streamed_text_and_its_cache(kind, le
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_a_criterion_that_looks_at_the_streamer(kind, drafts_of):
+def test_a_criterion_that_looks_at_the_streamer(kind):
     """It sees each token when plain would show it."""
 
     class Ends(StoppingCriteria):
@@ -1083,7 +1073,7 @@ def test_a_criterion_that_looks_at_the_streamer(kind, drafts_of):
             return torch.full((input_ids.shape[0],), sum(map(len, self.streamer.pieces)) >= 13)
 
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
-    drafts_of(kind, greedy(target, ids, max_new_tokens=20))
+    drafter = scripted(drafter, kind, greedy(target, ids, max_new_tokens=20))
     texts = []
     for assistant in ({}, {"assistant_model": drafter}):
         streamer = Collects()
@@ -1095,13 +1085,13 @@ def test_a_criterion_that_looks_at_the_streamer(kind, drafts_of):
 
 @pytest.mark.parametrize("shape", ((), (1,), (1, 1)))
 @pytest.mark.parametrize("dtype", (torch.bool, torch.int))
-def test_a_criterions_result_for_one_row_may_have_any_shape(shape, dtype, drafts_of):
+def test_a_criterions_result_for_one_row_may_have_any_shape(shape, dtype):
     class At(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
             return torch.full(shape, input_ids.shape[1] >= 15, dtype=dtype)
 
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
-    drafts_of("oracle", greedy(target, ids, max_new_tokens=20))
+    drafter = scripted(drafter, "oracle", greedy(target, ids, max_new_tokens=20))
     text = greedy(target, ids, max_new_tokens=20, stopping_criteria=[At()], assistant_model=drafter)
     assert text.shape[1] == 15
 
@@ -1116,10 +1106,10 @@ def test_a_criterion_with_another_number_of_results_is_named():
         greedy(target, prompt_of(10), max_new_tokens=8, stopping_criteria=[Three()], assistant_model=drafter)
 
 
-def test_an_end_token_as_a_tensor_without_dimension(drafts_of):
+def test_an_end_token_as_a_tensor_without_dimension():
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     plain = greedy(target, ids, max_new_tokens=20)
-    drafts_of("oracle", plain)
+    drafter = scripted(drafter, "oracle", plain)
     criteria = [transformers.generation.EosTokenCriteria(plain[0, 17])]
     expected = greedy(target, ids, max_new_tokens=20, stopping_criteria=criteria)
     assert torch.equal(
@@ -1130,11 +1120,11 @@ def test_an_end_token_as_a_tensor_without_dimension(drafts_of):
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("chosen", ([1, 3], 2, -1, [0, -2], [], 0))
 @pytest.mark.skipif(not COUNTS_EMBEDDING, reason="this transformers takes no choice of hidden states in `generate`")
-def test_chosen_hidden_states(chosen, kind, drafts_of):
+def test_chosen_hidden_states(chosen, kind):
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     kwargs = {"max_new_tokens": 12, "return_dict_in_generate": True, "output_hidden_states": chosen}
     plain = greedy(target, ids, **kwargs)
-    drafts_of(kind, plain.sequences)
+    drafter = scripted(drafter, kind, plain.sequences)
     mine = greedy(target, ids, **kwargs, assistant_model=drafter)
     assert torch.equal(mine.sequences, plain.sequences)
     assert (mine.hidden_states is None) == (plain.hidden_states is None)

@@ -29,19 +29,12 @@ def test_transformers_route_runs_our_model(family, overrides):
 
 
 @pytest.mark.parametrize("overrides", ({}, SLIDING))
-def test_both_routes_draft_the_same(overrides, monkeypatch):
+def test_both_routes_draft_the_same(overrides):
     """Their cache handling and masks around our model propose what our loop proposes: the rounds are the same."""
     target, drafter = tiny_target("llama"), tiny_drafter(**overrides)
     ids = prompt_of(30)
     fed = []
-    run = type(drafter).forward
-
-    def forward(self, *args, **kwargs):
-        out = run(self, *args, **kwargs)
-        fed.append(out.last_hidden_state)
-        return out
-
-    monkeypatch.setattr(type(drafter), "forward", forward)
+    drafter.register_forward_hook(lambda module, args, output: fed.append(output.last_hidden_state))
     target.generate(ids, do_sample=False, max_new_tokens=20, assistant_model=drafter)
     ours = len(fed)
     target.generate(ids, do_sample=False, max_new_tokens=20, assistant_model=drafter, speculation_type="dflash")
@@ -71,24 +64,26 @@ def anchor_index(proposer) -> int:
 def test_our_generator_inside_transformers_assisted_decoding(family, kind, do_sample, monkeypatch):
     target, drafter, ids = tiny_target(family), tiny_drafter(), prompt_of(10)
     plain = target.generate(ids, do_sample=False, max_new_tokens=24)
-    run = DFlashProposer.draft_logits
 
-    def known(self, anchor, context, num_draft, attention_mask=None, counts=None):
-        logits, start = run(self, anchor, context, num_draft, attention_mask, counts), anchor_index(self)
-        for index in range(start, start + num_draft) if kind != "random" else ():
-            right = int(plain[0, index]) if index < plain.shape[1] else 0
-            logits[0, index - start, (right + (kind == "half-right" and index % 2)) % logits.shape[-1]] = 1e4
-        return logits
+    class Known(DFlashProposer):
+        def draft_logits(self, anchor, context, num_draft, *args):
+            logits, start = super().draft_logits(anchor, context, num_draft, *args), anchor_index(self)
+            for index in range(start, start + num_draft) if kind != "random" else ():
+                right = int(plain[0, index]) if index < plain.shape[1] else 0
+                logits[0, index - start, (right + (kind == "half-right" and index % 2)) % logits.shape[-1]] = 1e4
+            return logits
 
-    monkeypatch.setattr(DFlashProposer, "draft_logits", known)
+    class Generator(DFlashCandidateGenerator):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.proposer = Known(drafter, target)
+
     hooked = GenerationMixin.generate
     monkeypatch.setattr(GenerationMixin, "generate", hooked.__wrapped__)  # their loop, not ours
     monkeypatch.setattr(
         type(target),
         "_get_candidate_generator",
-        lambda self, generation_config, **kwargs: DFlashCandidateGenerator(
-            drafter, self, 4, generation_config.max_length
-        ),
+        lambda self, generation_config, **kwargs: Generator(drafter, self, 4, generation_config.max_length),
     )
     passes = count_passes(target, monkeypatch)
     torch.manual_seed(0)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from dflash_hub.target_model import CACHE, COUNTS_EMBEDDING
 from helpers.families import tiny_family
+from helpers.scripted import scripted
 from helpers.tiny import DRAFTERS, prompt_of
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
@@ -69,7 +70,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "kind"), CASES)
-def test_every_field_is_plains(family, kind, drafts_of):
+def test_every_field_is_plains(family, kind):
     target, drafter = tiny_family(family)
     target.set_attn_implementation("eager")
     accepted = drafted = 0
@@ -83,7 +84,7 @@ def test_every_field_is_plains(family, kind, drafts_of):
                 continue  # refused
             kwargs = inputs | {"max_new_tokens": NEW, "eos_token_id": end} | FIELDS | mode
             plain = target.generate(**kwargs)
-            drafts_of(kind, plain.sequences)
+            drafter = scripted(drafter, kind, plain.sequences)
             mine = target.generate(**kwargs, assistant_model=drafter)
             accepted, drafted = accepted + mine.speculation.num_accepted, drafted + mine.speculation.num_drafted
             assert list(mine) == list(plain)

@@ -6,9 +6,11 @@ import warnings
 import pytest
 import torch
 import transformers
-from dflash_hub import target_cache, target_check
+from dflash_hub import target_check
+from dflash_hub.drafter_candidates import DFlashProposer
 from dflash_hub.target_model import CACHE
 from helpers.families import caches, equal_texts, tiny_family
+from helpers.scripted import ScriptedDrafter, scripted, without_hooks
 from helpers.tiny import DRAFTERS, prompt_of, tiny_drafter, tiny_target
 from transformers import DynamicCache, LogitsProcessor, StaticCache, StoppingCriteria
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
@@ -34,13 +36,13 @@ def test_pitfall_17_18_hybrid_targets(family):
 
 
 @pytest.mark.parametrize("family", ("qwen3_next", "gpt_oss"))
-def test_pitfall_21_the_cache_is_that_of_single_tokens(family, drafts_of):
+def test_pitfall_21_the_cache_is_that_of_single_tokens(family):
     """Pitfall 21: two patterns of rejection leave the same cache, which is plain generate's, past recording off again."""
     target, drafter = tiny_family(family)
     ids = prompt_of(12)
     plain = greedy(target, ids, max_new_tokens=24, return_dict_in_generate=True)
     for kind in ("random", "half-right", "oracle"):
-        drafts_of(kind, plain.sequences)
+        drafter = scripted(drafter, kind, plain.sequences)
         output = greedy(target, ids, max_new_tokens=24, return_dict_in_generate=True, assistant_model=drafter)
         for mine, theirs in zip(output[CACHE].layers, plain[CACHE].layers):
             assert type(mine) is type(theirs) and mine.__dict__.keys() == theirs.__dict__.keys()
@@ -52,13 +54,13 @@ def test_pitfall_21_the_cache_is_that_of_single_tokens(family, drafts_of):
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_a_replay_pass_where_mixers_cannot_run_again(kind, drafts_of, monkeypatch):
+def test_a_replay_pass_where_mixers_cannot_run_again(kind):
     """A compiled target, for one, calls no hooks: then accepted tokens are read once more, and counted."""
     target, drafter = tiny_family("qwen3_5")
     ids = prompt_of(12)
     plain = greedy(target, ids, max_new_tokens=24)
-    drafts_of(kind, plain)
-    monkeypatch.setattr(target_cache.RecurrentStates, "can_rerun", False)
+    drafter = scripted(drafter, kind, plain)
+    without_hooks(target)
     assert torch.equal(greedy(target, ids, max_new_tokens=24, assistant_model=drafter), plain)
     speculation = drafter.last_speculation
     rejected = sum(a < d for a, d in zip(speculation.accepted[0], speculation.drafted[0]))
@@ -96,7 +98,7 @@ KINDS = ("dynamic", "static", "passed dynamic", "passed without a config", "pass
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("family", ("llama", "mistral"))
 @pytest.mark.parametrize("name", KINDS)
-def test_pitfall_22_23_kinds_of_caches(name, family, kind, drafts_of):
+def test_pitfall_22_23_kinds_of_caches(name, family, kind):
     """Pitfalls 22, 23: static (never overrun), quantised (quantised when plain quantises), and passed objects."""
     if name == "fp8" and not hasattr(transformers.cache_utils, "Fp8QuantizedLayer"):
         pytest.skip("this transformers has no fp8 cache")
@@ -104,7 +106,7 @@ def test_pitfall_22_23_kinds_of_caches(name, family, kind, drafts_of):
         pytest.skip("a sliding target has no quantised cache")
     target, drafter, ids = tiny_target(family), tiny_drafter(), prompt_of(10)
     plain = greedy(target, ids, max_new_tokens=24, **caches(name, target))
-    drafts_of(kind, plain)
+    drafter = scripted(drafter, kind, plain)
     for new in (24, 13):
         expected = greedy(target, ids, max_new_tokens=new, **caches(name, target))
         text = greedy(target, ids, max_new_tokens=new, assistant_model=drafter, **caches(name, target))
@@ -126,10 +128,10 @@ def test_the_quantised_cache_matters():
     )
 
 
-def test_pitfall_43_a_static_cache_sees_two_lengths(drafts_of, monkeypatch):
+def test_pitfall_43_a_static_cache_sees_two_lengths(monkeypatch):
     """Pitfall 43: beside the prompt only a whole block and a single token, so a compiled target compiles twice."""
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
-    drafts_of("half-right", greedy(target, ids, max_new_tokens=30))
+    drafter = scripted(drafter, "half-right", greedy(target, ids, max_new_tokens=30))
     lengths, run = [], type(target).forward
     monkeypatch.setattr(
         type(target), "forward", lambda self, *a, **k: lengths.append(k["input_ids"].shape[1]) or run(self, *a, **k)
@@ -138,7 +140,7 @@ def test_pitfall_43_a_static_cache_sees_two_lengths(drafts_of, monkeypatch):
     assert lengths[0] == 10 and set(lengths[1:]) == {5, 1}
 
 
-def test_pitfall_24_25_nothing_deprecated_is_used(drafts_of, monkeypatch):
+def test_pitfall_24_25_nothing_deprecated_is_used(monkeypatch):
     """Pitfalls 24, 25: caches are named and read as the installed transformers does it, without a warning."""
     said = []
     for level in ("warning", "warning_once"):
@@ -152,11 +154,11 @@ def test_pitfall_24_25_nothing_deprecated_is_used(drafts_of, monkeypatch):
     assert said == []
 
 
-def test_a_passed_static_cache_without_room_for_a_block(drafts_of):
+def test_a_passed_static_cache_without_room_for_a_block():
     """Plain generate would fit exactly, so it fits with a drafter too."""
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     plain = greedy(target, ids, max_new_tokens=20)
-    drafts_of("oracle", plain)
+    drafter = scripted(drafter, "oracle", plain)
     cache = StaticCache(config=target.config, max_cache_len=29)
     assert torch.equal(greedy(target, ids, max_new_tokens=20, assistant_model=drafter, **{CACHE: cache}), plain)
     assert int(cache.get_seq_length()) == 29
@@ -203,12 +205,12 @@ class InterruptingProcessor(Interrupts, LogitsProcessor):
     ("place", "family"),
     (("streamer", "mistral"), ("streamer", "qwen3_5"), ("stopping_criteria", "llama"), ("logits_processor", "llama")),
 )
-def test_pitfall_17_19_an_interrupted_call_leaves_no_draft_in_a_passed_cache(place, family, drafts_of):
+def test_pitfall_17_19_an_interrupted_call_leaves_no_draft_in_a_passed_cache(place, family):
     """Pitfalls 17, 19: what the caller goes on with is the text so far, whoever raised between two passes."""
     target, drafter = tiny_family(family)
     ids = prompt_of(12)
     text = greedy(target, ids, max_new_tokens=24)
-    drafts_of("half-right", text)
+    drafter = scripted(drafter, "half-right", text)
     interrupts = {
         "streamer": Interrupts(),
         "stopping_criteria": [InterruptingCriterion()],
@@ -229,11 +231,11 @@ def test_pitfall_17_19_an_interrupted_call_leaves_no_draft_in_a_passed_cache(pla
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("chunk", (1, 4, 10, 64))
-def test_pitfall_45_chunked_prefill(chunk, kind, drafts_of, monkeypatch):
+def test_pitfall_45_chunked_prefill(chunk, kind, monkeypatch):
     """Pitfall 45: the prompt goes in chunks as in plain generate, and the drafter gets the features of every chunk."""
     target, drafter, ids = tiny_target("llama"), tiny_drafter(), prompt_of(10)
     plain = greedy(target, ids, max_new_tokens=20, prefill_chunk_size=chunk)
-    drafts_of(kind, plain)
+    drafter = scripted(drafter, kind, plain)
     lengths, run = [], type(target).forward
     monkeypatch.setattr(
         type(target), "forward", lambda self, *a, **k: lengths.append(k["input_ids"].shape[1]) or run(self, *a, **k)
@@ -250,8 +252,6 @@ def test_pitfall_45_chunked_prefill(chunk, kind, drafts_of, monkeypatch):
 
 @pytest.mark.parametrize("padded", (False, True))
 def test_chunks_give_the_drafter_the_same_context(padded, monkeypatch):
-    from dflash_hub.drafter_candidates import DFlashProposer as Candidates
-
     target, drafter, ids = (
         tiny_target("llama"),
         tiny_drafter(layer_types=["full_attention", "sliding_attention"], sliding_window=6),
@@ -261,14 +261,15 @@ def test_chunks_give_the_drafter_the_same_context(padded, monkeypatch):
     if padded:
         inputs = {"input_ids": torch.cat([torch.zeros(1, 7, dtype=torch.long), ids], dim=1)}
         inputs["attention_mask"] = (inputs["input_ids"] != 0).long()
-    logits, run = [], Candidates.candidates
+    logits = []
 
-    def noted(*args, **kwargs):
-        candidates = run(*args, **kwargs)
-        logits.append(candidates.logits)
-        return candidates
+    class Noted(DFlashProposer):
+        def candidates(self, *args, **kwargs):
+            candidates = super().candidates(*args, **kwargs)
+            logits.append(candidates.logits)
+            return candidates
 
-    monkeypatch.setattr(Candidates, "candidates", noted)
+    drafter = ScriptedDrafter(drafter, Noted)
     for chunk in (None, 5):
         target.generate(**inputs, do_sample=False, max_new_tokens=16, assistant_model=drafter, prefill_chunk_size=chunk)
     half = len(logits) // 2
@@ -277,18 +278,18 @@ def test_chunks_give_the_drafter_the_same_context(padded, monkeypatch):
 
 @pytest.mark.parametrize("chunk", (None, 4))
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_a_static_cache_whose_layers_hold_a_state_and_keys(kind, chunk, drafts_of):
+def test_a_static_cache_whose_layers_hold_a_state_and_keys(kind, chunk):
     target, drafter = tiny_family("falcon_h1")
     ids = prompt_of(10)
     kwargs = {"max_new_tokens": 16, "cache_implementation": "static", "prefill_chunk_size": chunk}
     plain = greedy(target, ids, **kwargs)
-    drafts_of(kind, plain)
+    drafter = scripted(drafter, kind, plain)
     assert torch.equal(greedy(target, ids, **kwargs, assistant_model=drafter), plain)
     assert drafter.last_speculation.num_accepted > 0 or kind == "random"
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_attentions_of_a_static_window(kind, drafts_of):
+def test_attentions_of_a_static_window(kind):
     """Before it is full, while it fills, and after."""
     target, drafter = tiny_target("mistral", attn_implementation="eager"), tiny_drafter()
     window = target.config.sliding_window
@@ -297,7 +298,7 @@ def test_attentions_of_a_static_window(kind, drafts_of):
         "max_new_tokens": 16, "cache_implementation": "static", "return_dict_in_generate": True, "output_attentions": True,
     }  # fmt: skip
     plain = greedy(target, ids, **kwargs)
-    drafts_of(kind, plain.sequences)
+    drafter = scripted(drafter, kind, plain.sequences)
     mine = greedy(target, ids, **kwargs, assistant_model=drafter)
     assert torch.equal(mine.sequences, plain.sequences) and len(mine.attentions) == len(plain.attentions)
     for ours, theirs in zip(mine.attentions, plain.attentions):
@@ -305,7 +306,7 @@ def test_attentions_of_a_static_window(kind, drafts_of):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-def test_a_cache_whose_rows_were_repeated(drafts_of):
+def test_a_cache_whose_rows_were_repeated():
     """One prompt, three continuations: what the drafter kept is of one row, so it starts from the new tokens."""
     target, drafter = tiny_target("llama"), tiny_drafter()
     new = torch.cat([prompt_of(4, seed) for seed in (1, 2, 3)])

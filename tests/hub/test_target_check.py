@@ -8,6 +8,7 @@ from dflash_hub.target_cache import CacheRollback
 from dflash_hub.target_model import CACHE
 from helpers.families import equal_texts, padded_batch, tiny_config, tiny_family
 from helpers.ropes import LONG
+from helpers.scripted import scripted
 from helpers.tiny import DRAFTERS, prompt_of, tiny_drafter, tiny_target
 from transformers import LlamaForCausalLM
 
@@ -88,11 +89,11 @@ class DropsPositions(LlamaForCausalLM):
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("inputs", ("one", "batch"))
 @pytest.mark.parametrize("wrapper", (CutsByCache, HandsOn, DropsPositions))
-def test_a_target_that_counts_by_its_cache_is_met_in_lockstep(wrapper, inputs, kind, drafts_of):
+def test_a_target_that_counts_by_its_cache_is_met_in_lockstep(wrapper, inputs, kind):
     """Its sequences stay in the columns in which plain `generate` has them."""
     target, drafter, inputs = of_class(wrapper), tiny_drafter(), {"one": ONE, "batch": BATCH}[inputs]
     plain = greedy(target, inputs)
-    drafts_of(kind, plain)
+    drafter = scripted(drafter, kind, plain)
     assert torch.equal(greedy(target, inputs, assistant_model=drafter), plain)
     speculation = drafter.last_speculation
     assert len({tuple(lengths) for lengths in speculation.acceptance_lengths}) == 1
@@ -239,7 +240,7 @@ def test_prompt_learning_adapters(name):
 # ------------------------------------------------------------------------------------------------- the check itself
 
 
-def test_a_target_is_checked_once_a_kind_of_call(drafts_of):
+def test_a_target_is_checked_once_a_kind_of_call():
     """Three forward passes; four where sequences of a batch may be apart; none where nothing is drafted."""
     target, drafter = tiny_target("llama"), tiny_drafter()
     checks = []

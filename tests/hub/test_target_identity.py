@@ -1,6 +1,7 @@
 """A drafter knows its target again by a few rows of embedding and head."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def test_other_dtypes_and_quantized_copies_are_the_same_target(kind, caplog):
 
 
 def test_a_fine_tuned_target_is_said_once(caplog, monkeypatch):
-    monkeypatch.setattr(target_identity.logger, "propagate", True)
+    monkeypatch.setattr(logging.getLogger(target_identity.__name__), "propagate", True)
     target = target_of()
     drafter, noise = drafter_of(target), torch.Generator().manual_seed(0)
     tuned = changed(target, lambda w: w + 0.05 * w.std() * torch.randn(w.shape, generator=noise))

@@ -9,11 +9,11 @@ from pathlib import Path
 import dflash_hub
 import pytest
 import torch
-from dflash_hub.target_cache import RecurrentStates
 from dflash_hub.target_check import checks_of
 from dflash_hub.target_model import CACHE
 from dflash_hub.target_snapshot import CacheSnapshot, _LayerSnapshot
 from helpers.families import caches, tiny_family
+from helpers.scripted import scripted, without_hooks
 from helpers.tiny import prompt_of, tiny_drafter, tiny_target
 from transformers import (
     DynamicCache,
@@ -83,7 +83,7 @@ KINDS = (
 class Turns:
     """A chat of two turns, the second of which can be interrupted, and what a third writes after it."""
 
-    def __init__(self, name: str, first_turn: bool, drafts_of, rows: int = 1, **kwargs):
+    def __init__(self, name: str, first_turn: bool, rows: int = 1, **kwargs):
         self.target, self.drafter, self.empty = pair_and_cache(name)
         self.kwargs, self.expected = {"max_new_tokens": NEW} | kwargs, {}
         cache, self.ids = self.empty(), torch.cat([prompt_of(10, seed) for seed in range(rows)])
@@ -92,7 +92,7 @@ class Turns:
             self.ids = torch.cat([text, prompt_of(3, seed=4).expand(rows, -1)], dim=1)
         self.cache = cache if first_turn else None
         self.text = greedy(self.target, self.ids, **self.kwargs, **{CACHE: self.start()})
-        drafts_of("half-right", self.text)
+        self.drafter = scripted(self.drafter, "half-right", self.text)
 
     def start(self):
         return copy.deepcopy(self.cache) if self.cache is not None else self.empty()
@@ -137,26 +137,27 @@ def try_lines(turns: Turns, count: int):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_an_interrupt_at_any_line(name, drafts_of):
+def test_an_interrupt_at_any_line(name):
     """In the prefill, the check of the target, a round's drafter, target and rollback, or between them."""
-    try_lines(Turns(name, KINDS.index(name) % 3 > 0, drafts_of), count=3)
+    try_lines(Turns(name, KINDS.index(name) % 3 > 0), count=3)
 
 
-def test_an_interrupt_at_any_line_of_a_batch(drafts_of):
-    try_lines(Turns("dynamic mistral", True, drafts_of, rows=2), count=3)
+def test_an_interrupt_at_any_line_of_a_batch():
+    try_lines(Turns("dynamic mistral", True, rows=2), count=3)
 
 
-def test_an_interrupt_at_any_line_where_mixers_cannot_run_again(drafts_of, monkeypatch):
-    monkeypatch.setattr(RecurrentStates, "can_rerun", False)
-    try_lines(Turns("dynamic qwen3_5", True, drafts_of), count=3)
+def test_an_interrupt_at_any_line_where_mixers_cannot_run_again():
+    turns = Turns("dynamic qwen3_5", True)
+    without_hooks(turns.target)
+    try_lines(turns, count=3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", (None, 4))
 @pytest.mark.parametrize("first_turn", (False, True))
 @pytest.mark.parametrize("name", KINDS)
-def test_an_interrupt_at_many_lines(name, first_turn, chunk, drafts_of):
-    try_lines(Turns(name, first_turn, drafts_of, prefill_chunk_size=chunk), count=60)
+def test_an_interrupt_at_many_lines(name, first_turn, chunk):
+    try_lines(Turns(name, first_turn, prefill_chunk_size=chunk), count=60)
 
 
 # ------------------------------------------------------------------------------------------------- hooks
@@ -207,9 +208,9 @@ SOMEBODYS = {
         ("dynamic qwen3_5", "criterion"), ("dynamic lfm2", "processor"),
     ),
 )  # fmt: skip
-def test_what_raises_between_passes_leaves_as_many_tokens_as_plain(name, place, drafts_of):
+def test_what_raises_between_passes_leaves_as_many_tokens_as_plain(name, place):
     """At every offset in a block."""
-    turns = Turns(name, True, drafts_of)
+    turns = Turns(name, True)
     for at in range(1, 6):
         held = []
         for assistant in ({}, {"assistant_model": turns.drafter}):
@@ -229,8 +230,8 @@ def test_what_raises_between_passes_leaves_as_many_tokens_as_plain(name, place, 
         ("drafter", "register_forward_pre_hook"), ("drafter's layer", "register_forward_hook"), ("streamer", ""),
     ),
 )  # fmt: skip
-def test_what_raises_in_a_pass_leaves_a_valid_cache(place, when, drafts_of):
-    turns = Turns("passed dynamic", True, drafts_of, max_new_tokens=16)
+def test_what_raises_in_a_pass_leaves_a_valid_cache(place, when):
+    turns = Turns("passed dynamic", True, max_new_tokens=16)
     modules = {
         "first layer": turns.target.model.layers[0].mlp, "last layer": turns.target.model.layers[-1].self_attn,
         "head": turns.target.lm_head, "drafter": turns.drafter, "drafter's layer": turns.drafter.layers[-1],
@@ -252,16 +253,22 @@ def test_what_raises_in_a_pass_leaves_a_valid_cache(place, when, drafts_of):
 
 
 @pytest.mark.parametrize("assistant", (False, True))
-def test_a_cache_that_could_not_be_put_back_says_so(assistant, drafts_of, monkeypatch):
+def test_a_cache_that_could_not_be_put_back_says_so(assistant):
     """An interrupt of the pass, and another while the layers are put back."""
-    turns = Turns("dynamic qwen3_5", True, drafts_of)
-    cache, restore = turns.start(), _LayerSnapshot.restore
-    with monkeypatch.context() as patch:
-        second = Raises(3)
-        patch.setattr(_LayerSnapshot, "restore", lambda self: second() or restore(self))
-        hook = turns.target.lm_head.register_forward_pre_hook(Raises(4))
+    turns = Turns("dynamic qwen3_5", True)
+    cache, second = turns.start(), Raises(3)
+
+    def trace(frame, event, arg):
+        if frame.f_code is _LayerSnapshot.restore.__code__:
+            second()
+
+    hook = turns.target.lm_head.register_forward_pre_hook(Raises(4))
+    sys.settrace(trace)
+    try:
         with pytest.raises(OSError):
             greedy(turns.target, turns.ids, **turns.kwargs, **{CACHE: cache}, assistant_model=turns.drafter)
+    finally:
+        sys.settrace(None)
         hook.remove()
     third = {"assistant_model": turns.drafter} if assistant else {}
     with pytest.raises(

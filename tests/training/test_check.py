@@ -52,9 +52,8 @@ def trained(target, tokenizer, prompts, tmp_path_factory):
     rows = [row | {"id": f"row-{i}"} for i, row in enumerate(rows)]
     trainer = trainer_of(
         tmp_path_factory.mktemp("run"), target, drafter, rows * 2, rows[:1], max_steps=150,
-        per_device_train_batch_size=8, save_strategy="no", logging_steps=50,
+        per_device_train_batch_size=8, save_strategy="no", logging_steps=50, num_anchors=24,
     )  # fmt: skip
-    trainer.num_anchors = 24
     trainer.train()
     return drafter.state_dict()
 
@@ -780,7 +779,7 @@ def test_orderings_and_cost_print_their_tables(tiny_pair, monkeypatch, capsys):
             cost.main(target="target", steps=1, one=json.dumps(one))
         return types.SimpleNamespace(returncode=0, stdout=printed.getvalue())
 
-    monkeypatch.setattr(cost.subprocess, "run", in_process)
+    monkeypatch.setattr(subprocess, "run", in_process)
     monkeypatch.setattr(cost, "origin", lambda command: command)
     monkeypatch.setitem(cost.VARIED, "num_anchors", [2])
     cost.main(target="target", steps=1, vary=["num_anchors"], num_anchors=4, block_size=4, length=16, layers=1)
