@@ -82,7 +82,8 @@ $(VENV)/.quant: $(VENV)/.base
 .venv-peers/.zlab:
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install -q torch==2.13.0 transformers==5.15.0 accelerate safetensors
-	.venv-peers/bin/python -m pip install -q --no-deps dflash==0.1.0
+	.venv-peers/bin/python -m pip install -q --no-deps dflash==0.1.0 nemo-automodel==0.7.0
+	.venv-peers/bin/python -m pip install -q datasets
 	touch $@
 
 # The speculators package, with the transformers that it asks for.

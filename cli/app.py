@@ -117,6 +117,9 @@ def init(
         str | None, typer.Option(help="Id or text of the mask token. Default: an unused one.")
     ] = None,
     from_target_layers: Annotated[bool, typer.Option(help="Start from the target's last layers.")] = False,
+    method: Annotated[
+        str, typer.Option(help="dflash, or dflash2: with convolutions along the block and a selector of paths.")
+    ] = "dflash",
     target_revision: Annotated[
         str | None, typer.Option("--target-revision", "--revision", help="Revision of the target.")
     ] = None,
@@ -134,7 +137,9 @@ def init(
         raise ValueError("pass --output FOLDER, or --dry-run to write nothing.")
     tapped = commands.layer_list(target_layers)
     source = target_source(target, target_revision, trust_remote_code, target_name)
-    plan = init_drafter(source, output, layers, block_size, tapped, window, mask_token, from_target_layers, seed, force)
+    plan = init_drafter(
+        source, output, layers, block_size, tapped, window, mask_token, from_target_layers, seed, force, method
+    )
     if dry_run:
         typer.echo(plan.config.to_json_string())
     for reason in plan.reasons:
@@ -145,6 +150,27 @@ def init(
         typer.echo(
             f"wrote {output}\nnext: AutoModel.from_pretrained({in_python(output)}, trust_remote_code=True); it drafts badly until it is trained"
         )
+
+
+@app.command(epilog="\b\ndflash-hub upgrade . drafter-2")
+def upgrade(
+    source: Annotated[str, typer.Argument(metavar="DRAFTER", help="A drafter's folder.")],
+    destination: Annotated[str, typer.Argument(metavar="OUT", help="Folder to write.")],
+    convolution: Annotated[bool, typer.Option(help="Add convolutions along the block.")] = True,
+    selector: Annotated[bool, typer.Option(help="Add a selector of paths.")] = True,
+    rank: Annotated[int, typer.Option(min=1, help="Of the selector's codebooks.")] = 256,
+    seed: Annotated[int, typer.Option(help="Seed of the fresh codebook.")] = 0,
+    force: Force = False,
+):
+    """Add the parts of DFlash 2 to a drafter. It drafts the same until it is trained."""
+    from ..convert.card import parts_in_words
+    from ..convert.upgrading import upgrade_drafter
+
+    config = upgrade_drafter(source, destination, convolution, selector, rank, seed, force)
+    typer.echo(
+        f"wrote {destination}: {parts_in_words(config)}; it drafts as {source} does\nnext: dflash-hub train --drafter "
+        f"{shlex.quote(destination)} --target TARGET --responses RESPONSES --output RUN"
+    )
 
 
 @app.command("import", epilog="\b\ndflash-hub import z-lab/Qwen3-8B-DFlash-b16 qwen3-8b-dflash --target Qwen/Qwen3-8B")

@@ -240,6 +240,7 @@ def _shape(config: DFlashConfig) -> str:
         ("RoPE", f"{rope}; {config.max_position_embeddings} positions"),
         ("dtype", str(config.dtype).removeprefix("torch.")),
         ("draft vocabulary", vocabulary_in_words(config)),
+        ("parts of DFlash 2", parts_in_words(config)),
     ]
     return "## Shape\n\n" + table(("", ""), rows)
 
@@ -249,6 +250,16 @@ def vocabulary_in_words(config: DFlashConfig) -> str:
     if config.draft_vocab_size is None:
         return f"all of the target's {config.vocab_size} tokens"
     return f"{config.draft_vocab_size} of {config.vocab_size} tokens, and those of the text at hand"
+
+
+def parts_in_words(config: DFlashConfig) -> str:
+    """Which parts of DFlash 2 a drafter has."""
+    found = []
+    if config.conv_kernel_size is not None:
+        found.append(f"convolutions of {config.conv_kernel_size} taps, groups of {config.conv_group_size} channels")
+    if config.selector_rank is not None:
+        found.append(f"selector of rank {config.selector_rank} over {config.selector_top_k} candidates")
+    return "; ".join(found) or "none"
 
 
 def attention_in_words(config: DFlashConfig) -> str:

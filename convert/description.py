@@ -6,12 +6,12 @@ from pathlib import Path
 
 from ..configuration_dflash import SLIDING
 from ..hub_files import custom_generate_source, nonfinite_sentence
-from .card import RECORD, attention_in_words, vocabulary_in_words
+from .card import RECORD, attention_in_words, parts_in_words, vocabulary_in_words
 from .checkpoint import Stored
 from .engines import TITLES, export_and_serve, export_for_llamacpp, llamacpp_command, obstacles, serve_command
 from .gguf_files import InGguf
 from .reading import LAYOUTS, OURS, Drafter, nonfinite_weights
-from .zlab import DRAFTING, scales
+from .zlab import DRAFTING, architecture, scales
 
 HERE = Path(__file__).parent.parent
 AUTO_MAP = {"AutoConfig": "configuration_dflash.DFlashConfig", "AutoModel": "modeling_dflash.DFlashDraftModel"}
@@ -55,6 +55,7 @@ def describe(drafter: Drafter) -> str:
         ("RoPE", f"{rope}; {config.max_position_embeddings} positions"),
         ("head", ", ".join(quirks) or "the target's, as it is"),
         ("draft vocabulary", vocabulary_in_words(config)),
+        ("parts of DFlash 2", parts_in_words(config)),
     ]
     width = max(len(name) for name, _ in rows)
     parts = ["\n".join(f"{name:<{width}}  {value}" for name, value in rows)]
@@ -89,7 +90,7 @@ def served_as_it_is(drafter: Drafter) -> bool:
         drafter.layout == "zlab"
         and drafter.match.listed is None
         and found.config.get("model_type") == "qwen3"
-        and found.config.get("architectures") == ["DFlashDraftModel"]
+        and found.config.get("architectures") == [architecture(config)]
         and found.config_path == found.folder / "config.json"
         and set(found.tensors) == set(drafter.match.drafter)
         and all(isinstance(t, Stored) and t.file.parent == found.folder for t in found.tensors.values())

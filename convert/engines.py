@@ -7,7 +7,7 @@ import json
 import shlex
 
 from ..configuration_dflash import DFlashConfig
-from .zlab import inexpressible
+from .zlab import inexpressible, parts
 
 # Engines that read z-lab's layout, by the word that `dflash-hub export --to` takes.
 TITLES = {"vllm": "vLLM", "sglang": "SGLang", "zlab": "z-lab's package"}
@@ -50,6 +50,9 @@ def obstacles(engine: str, config: DFlashConfig) -> list[str]:
     A drafter that is served in spite of one would run, and draft badly.
     """
     found = inexpressible(config)
+    if engine in ("vllm", "zlab") and len(has := parts(config)) == 2:
+        name = next(iter(has))
+        found.append(f"`{name}` is {has[name]} without the other part; {TITLES[engine]} reads DFlash 2 with both")
     if engine in ("vllm", "sglang"):
         if config.input_embedding_scale != 1.0:
             found.append(

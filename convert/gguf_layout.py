@@ -8,7 +8,7 @@ import math
 
 from ..configuration_dflash import FULL, SLIDING, DFlashConfig, read_config_dict
 from .zlab import NOT_CARRIED as ZLAB_NOT_CARRIED
-from .zlab import SCALES
+from .zlab import SCALES, parts
 
 ARCHITECTURE = "dflash"
 # Depth and vocabulary come from the target's config, the special tokens in the file are those of the target's tokenizer.
@@ -135,6 +135,9 @@ def inexpressible(config: DFlashConfig) -> list[str]:
             f"`block_causal` is {config.block_causal}; it knows one value for all layers, and takes a layout without the value for "
             "bidirectional"
         )
+    found += [
+        f"`{name}` is {value}; only plain DFlash drafters are written for it" for name, value in parts(config).items()
+    ]
     if config.attention_bias:
         found.append("`attention_bias` is true; its attention has no biases")
     if config.hidden_act != "silu":

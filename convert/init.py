@@ -22,6 +22,7 @@ from ..configuration_dflash import DFlashConfig, spread_target_layer_ids
 from ..modeling_dflash import DFlashDraftModel
 from ..target_model import embedding_rows, embedding_width
 from .checkpoint import read_index, tensors_of
+from .parts import parts_of
 
 MOST_DEPTH = 4  # of a drafter, as a multiple of its target's: tiny targets are tried with the default depth
 MOST_BLOCK = 256
@@ -47,6 +48,7 @@ def init_drafter(
     from_target_layers: bool = False,
     seed: int = 0,
     force: bool = False,
+    method: str = "dflash",
 ) -> Plan:
     """Derive a drafter for `target` and write it to `output`, or nothing where `output` is None.
 
@@ -59,6 +61,7 @@ def init_drafter(
         window: makes all layers but the last slide, as in z-lab's newer releases.
         mask_token: id or text of the token that stands for one to be drafted; by default chosen, see `choose_mask_token`.
         from_target_layers: start from the target's last layers and final norm instead of random weights.
+        method: "dflash", or "dflash2" with its convolutions and selector.
 
     Raises:
         ValueError: the target cannot have such a drafter; says why and what to do.
@@ -79,7 +82,7 @@ def init_drafter(
     reasons.append(reason)
     config = derive_config(skeleton, mask_id, layers, block_size, target_layers, window, reasons)
     config = DFlashConfig.from_dict(
-        config.to_dict(),
+        config.to_dict() | parts_of(method, config.hidden_size, config.vocab_size),
         target_name_or_path=source.recorded_name,
         target_revision=source.recorded_revision,
         target_chat=None if tokenizer is None else tokenizer.chat_template is not None,

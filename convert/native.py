@@ -5,7 +5,7 @@ Its config states neither the vocabulary nor the depth of the target: both come 
 
 from ..configuration_dflash import DFlashConfig, read_config_dict
 from .zlab import NOT_CARRIED as ZLAB_NOT_CARRIED
-from .zlab import scales
+from .zlab import parts, scales
 
 MODEL_TYPE = "muse_glimmer_assistant"
 NOT_CARRIED = (*ZLAB_NOT_CARRIED, "vocab_size", "num_target_layers", "attention_dropout", "initializer_range")
@@ -44,7 +44,8 @@ def inexpressible(config: DFlashConfig) -> list[str]:
         found.append(f"`eos_token_id` is the list {config.eos_token_id}; there it is one token")
     biases = {"attention_bias": True} if config.attention_bias else {}
     return found + [
-        f"`{name}` is {value}; there is no place for it" for name, value in (biases | scales(config)).items()
+        f"`{name}` is {value}; there is no place for it"
+        for name, value in (biases | scales(config) | parts(config)).items()
     ]
 
 

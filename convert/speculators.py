@@ -4,15 +4,16 @@ Its drafters may carry copies of the target's embedding and head. Those are the 
 them, export writes them from the target's files.
 """
 
-from ..configuration_checks import FULL, SLIDING
+from ..configuration_checks import FULL, PARTS, SLIDING
 from ..configuration_dflash import DFlashConfig, read_config_dict
 from .zlab import NOT_CARRIED as ZLAB_NOT_CARRIED
-from .zlab import decoder_config, scales
+from .zlab import architecture, decoder_config, parts, scales
 
 VERSION = "0.9.0"
 # It names the target, but no revision and no mode.
 NOT_CARRIED = tuple(name for name in ZLAB_NOT_CARRIED if name not in ("target_name_or_path", "draft_vocab_size"))
 KNOWN = {
+    *PARTS,
     "architectures", "auto_map", "speculators_model_type", "speculators_version", "speculators_config",
     "transformer_layer_config", "draft_vocab_size", "block_size", "target_hidden_size", "aux_hidden_state_layer_ids",
     "mask_token_id", "sliding_window_non_causal", "sample_from_anchor", "dtype", "torch_dtype", "transformers_version",
@@ -38,8 +39,14 @@ def read(config: dict, facts) -> dict:
         ValueError: another kind of speculator, or something that is not supported or not stated.
     """
     kind = config.get("speculators_model_type")
-    if kind != "dflash":
-        raise ValueError(f"`speculators_model_type` is {kind!r}; only 'dflash' drafters are supported.")
+    if kind not in ("dflash", "dflash2"):
+        raise ValueError(f"`speculators_model_type` is {kind!r}; only 'dflash' and 'dflash2' drafters are supported.")
+    stated = [name for name in PARTS if config.get(name) is not None]
+    if stated != (list(PARTS) if kind == "dflash2" else []):
+        raise ValueError(
+            f"`speculators_model_type` is {kind!r} and config.json states {stated}; expected {list(PARTS)} of 'dflash2', and none "
+            "of them of 'dflash'."
+        )
     unknown = sorted(
         name for name in set(config) - KNOWN if config[name] not in (None, False, [], {}) and not name.startswith("_")
     )
@@ -71,7 +78,7 @@ def read(config: dict, facts) -> dict:
         raise ValueError(f"`transformer_layer_config` must state `layer_types`, a list, got {layer_types!r}.")
     return read_config_dict(
         decoder
-        | {name: config[name] for name in ("sample_from_anchor", "dtype") if config.get(name)}
+        | {name: config[name] for name in ("sample_from_anchor", "dtype", *PARTS) if config.get(name)}
         | {
             "architectures": ["DFlashDraftModel"],
             "draft_vocab_size": config.get("draft_vocab_size", 32000),  # the package's own default
@@ -89,7 +96,13 @@ def read(config: dict, facts) -> dict:
 
 
 def inexpressible(config: DFlashConfig) -> list[str]:
-    found = []
+    found, has = [], parts(config)
+    if has and len(has) < len(PARTS):
+        found.append(f"`{next(iter(has))}` is {has[next(iter(has))]} without the other part; 'dflash2' has both there")
+    if has and config.draft_vocab_size is not None:
+        found.append(
+            f"`draft_vocab_size` is {config.draft_vocab_size}; 'dflash2' drafts from the whole vocabulary there"
+        )
     full = [causal for kind, causal in zip(config.layer_types, config.block_causal) if kind == FULL]
     sliding = [causal for kind, causal in zip(config.layer_types, config.block_causal) if kind == SLIDING]
     if any(full):
@@ -104,7 +117,7 @@ def write(config: DFlashConfig, facts) -> dict:
 
     vLLM takes `sliding_window_non_causal` for all layers, also full ones, so a drafter without sliding layers says true.
     """
-    decoder = decoder_config(config)
+    decoder, kind = decoder_config(config), "dflash2" if parts(config) else "dflash"
     greedy = {
         "proposal_type": "greedy",
         "speculative_tokens": config.block_size - 1,
@@ -112,16 +125,17 @@ def write(config: DFlashConfig, facts) -> dict:
         "accept_tolerance": 0.0,
     }
     return {
-        "architectures": ["DFlashSpeculator"],
-        "speculators_model_type": "dflash",
+        "architectures": [architecture(config) if kind == "dflash2" else "DFlashSpeculator"],
+        "speculators_model_type": kind,
         "speculators_version": VERSION,
         "speculators_config": {
-            "algorithm": "dflash",
+            "algorithm": kind,
             "proposal_methods": [greedy],
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": facts.name, "architectures": facts.architectures},
         },
         "transformer_layer_config": decoder,
+        **parts(config),
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "block_size": config.block_size,
         "target_hidden_size": None,

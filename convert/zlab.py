@@ -5,7 +5,8 @@ The tensors are those of `DFlashDraftModel`, name by name; only config.json diff
 
 import torch
 
-from ..configuration_dflash import SLIDING, DFlashConfig, read_config_dict
+from ..configuration_checks import PARTS, SLIDING
+from ..configuration_dflash import DFlashConfig, read_config_dict
 
 # Fields of ours that z-lab's config.json has no place for, or whose place no reader of it looks at. They say how to use a drafter, not what it computes.
 NOT_CARRIED = (
@@ -51,9 +52,9 @@ def inexpressible(config: DFlashConfig) -> list[str]:
 
 def write(config: DFlashConfig, facts) -> dict:
     """config.json in z-lab's spelling; block size, taps, mask token and RoPE in every place where some reader looks."""
-    nested = {name: getattr(config, name) for name in DRAFTING} | scales(config)
+    nested = {name: getattr(config, name) for name in DRAFTING} | scales(config) | parts(config)
     written = {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [architecture(config)],
         **decoder_config(config),
         **{name: getattr(config, name) for name in DRAFTING},
         "num_target_layers": config.num_target_layers,
@@ -63,6 +64,16 @@ def write(config: DFlashConfig, facts) -> dict:
     if len(set(config.block_causal)) == 1:
         written["is_causal"] = nested["causal"] = config.block_causal[0]
     return written
+
+
+def parts(config: DFlashConfig) -> dict:
+    """The numbers of DFlash 2's parts that a drafter has."""
+    return {name: getattr(config, name) for name in PARTS if getattr(config, name) is not None}
+
+
+def architecture(config: DFlashConfig) -> str:
+    """The class that z-lab's package, vLLM and SGLang read a drafter with."""
+    return "DFlash2DraftModel" if parts(config) else "DFlashDraftModel"
 
 
 def scales(config: DFlashConfig) -> dict:

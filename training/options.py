@@ -7,7 +7,7 @@ from typer import Option
 
 from ..common.target_source import TargetName, TargetRevision, TargetSource, TrustRemoteCode
 
-FRESH = {"layers": 5, "block_size": 16}
+FRESH = {"layers": 5, "block_size": 16, "method": "dflash"}
 # Options by the names that they had in 0.1.0, whose files are still read.
 RENAMED = {"answers": "responses", "taps": "target_layers", "held_out": "validation", "greedy": "greedy_responses"}
 ATTENTION = ("sdpa", "eager", "flex_attention")
@@ -46,6 +46,7 @@ class TrainOptions:
     block_size: Annotated[
         int | None, Option(min=2, help=f"Block of a fresh drafter. Default: {FRESH['block_size']}.")
     ] = None
+    method: Annotated[str | None, Option(help="Method of a fresh drafter: dflash, or dflash2. Default: dflash.")] = None
     target_layers: list[int] | None = None
     mask_token: Annotated[str | None, Option(help="Id or text of the mask token of a fresh drafter.")] = None
     from_target_layers: Annotated[bool, Option(help="Start a fresh drafter from the target's last layers.")] = False
@@ -138,7 +139,7 @@ def resolved(options: TrainOptions) -> TrainOptions:
         if options.yarn is not None:
             raise ValueError("--yarn stretches the RoPE of a trained drafter: pass it with --drafter.")
         return replace(options, **{name: getattr(options, name) or value for name, value in FRESH.items()})
-    shape = ("layers", "block_size", "target_layers", "mask_token", "from_target_layers")
+    shape = ("layers", "block_size", "method", "target_layers", "mask_token", "from_target_layers")
     given = ["--" + name.replace("_", "-") for name in shape if getattr(options, name)]
     if given:
         raise ValueError(

@@ -439,7 +439,7 @@ def fresh_drafter(options: TrainOptions, output: Path) -> DFlashDraftModel:
 
 
 def fresh_shape(options: TrainOptions) -> dict:
-    names = ("layers", "block_size", "target_layers", "window", "mask_token", "from_target_layers", "seed")
+    names = ("layers", "block_size", "method", "target_layers", "window", "mask_token", "from_target_layers", "seed")
     return {name: getattr(options, name) for name in names}
 
 

@@ -11,11 +11,9 @@ from dflash_hub.convert import zlab
 from dflash_hub.convert.engines import TITLES, obstacles, remarks, serve_command
 from dflash_hub.convert.exporting import export_drafter
 from helpers import engine_rules
-from helpers.formats import FULL, KINDS, READ, SLIDING, YARN, drafter_of
+from helpers.formats import FULL, KINDS, READ, SERVED, SLIDING, YARN, drafter_of
 from helpers.tiny import tiny_drafter, tiny_target
 from safetensors import safe_open
-
-SERVED = [kind for kind in KINDS if kind != "scaled"]
 
 
 def expected(config, **engine) -> engine_rules.Reading:
@@ -60,7 +58,7 @@ def test_sglang_takes_the_folder_for_what_it_is(kind, tmp_path):
     assert filled == engine_rules.parameters(config.num_hidden_layers, config.attention_bias, "")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "speculators" in KINDS[kind][1]])
+@pytest.mark.parametrize("kind", [kind for kind in SERVED if "speculators" in KINDS[kind][1]])
 def test_vllm_and_a_speculators_folder(kind, tmp_path):
     """One flag speaks for all layers there: a mixed layout is served wrongly, and the export says so."""
     tiny_target("llama").to(torch.bfloat16).save_pretrained(tmp_path / "target")
@@ -121,6 +119,17 @@ def test_serve_commands():
     assert shlex.split(serve_command("sglang", mixed, "it's here").replace("\\\n", ""))[-3] == "it's here"
     with pytest.raises(ValueError, match="none of the engines"):
         serve_command("ollama", mixed, "out")
+
+
+def test_one_part_of_dflash_2_alone_is_served_by_sglang_only(tmp_path):
+    selector = drafter_of(tmp_path / "ours", "selector").config
+    assert obstacles("sglang", selector) == []
+    for engine in ("vllm", "zlab"):
+        assert obstacles(engine, selector)[0].startswith("`selector_rank` is 4 without the other part")
+    export_drafter(str(tmp_path / "ours"), tmp_path / "out", "sglang")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["architectures"] == ["DFlash2DraftModel"] and "conv_kernel_size" not in written["dflash_config"]
+    assert written["dflash_config"]["selector_rank"] == 4 and written["dflash_config"]["selector_top_k"] == 6
 
 
 def test_scales_are_an_obstacle_or_a_remark():

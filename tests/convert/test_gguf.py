@@ -177,6 +177,8 @@ def test_what_llamacpp_computes_in_another_way_is_refused(tmp_path, target):
     cases = {
         "bias, yarn": "`attention_bias` is true",
         "mixed": "`block_causal` is",
+        "DFlash 2": "only plain DFlash drafters are written for it",
+        "selector": "`selector_rank` is 4",
     }
     assert set(KINDS) == {*SAYABLE, *cases}
     more = {

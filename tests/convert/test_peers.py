@@ -19,9 +19,10 @@ from dflash_hub.convert.adopting import adopt
 from dflash_hub.convert.exporting import export_drafter
 from dflash_hub.convert.importing import import_drafter
 from dflash_hub.drafter_heads import TargetHead
+from dflash_hub.drafter_paths import MostLikely, path_head, walk
 from helpers import engine_rules
-from helpers.formats import KINDS, drafter_of
-from helpers.tiny import ROOT, tiny_drafter, tiny_target
+from helpers.formats import SERVED, drafter_of
+from helpers.tiny import CONVOLUTION, ROOT, SELECTOR, tiny_drafter, tiny_target
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, dynamic_module_utils
 
@@ -119,6 +120,34 @@ def test_the_bench_measures_z_labs_package(smollm2_path, tmp_path):
         assert records["zlab", row_id]["seconds"] > 0
 
 
+@pytest.mark.parametrize("package", ("zlab", "nemo"))
+def test_dflash_2_computes_and_walks_as_other_packages_do(package, tmp_path):
+    if not PEERS.exists():
+        pytest.skip(f"z-lab's and NeMo's packages are not installed at {PEERS}; run `make peers`")
+    # Causality is one value for all layers there.
+    drafter = tiny_drafter(block_causal=[False] * 2, **CONVOLUTION, **SELECTOR)
+    target = tiny_target("llama")
+    drafter.save_pretrained(tmp_path / "ours")
+    export_drafter(str(tmp_path / "ours"), tmp_path / "out", "zlab")
+    inputs = {
+        "block": torch.randn(2, 5, 32), "context": torch.randn(2, 9, 96), "anchor": torch.tensor([[3], [4]]),
+        "head": target.get_output_embeddings().weight.detach(),
+    }  # fmt: skip
+    torch.save(inputs, tmp_path / "inputs.pt")
+    script = ROOT / "tests" / "helpers" / "dflash2_forward.py"
+    command = [PEERS, script, package, tmp_path / "out", tmp_path / "inputs.pt", tmp_path / "outputs.pt"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    theirs = torch.load(tmp_path / "outputs.pt")
+    with torch.no_grad():
+        hidden = drafter(inputs["block"], inputs["context"]).last_hidden_state
+        torch.testing.assert_close(hidden, theirs["hidden"], rtol=1e-4, atol=1e-4)
+        head = path_head(drafter, TargetHead(drafter.config, target.get_output_embeddings()))
+        path, _ = walk(head, head(hidden[:, 1:]), inputs["anchor"], MostLikely)
+    if package == "zlab":
+        assert path.equal(theirs["path"])
+
+
 @pytest.mark.parametrize(
     "fields",
     (
@@ -197,7 +226,7 @@ def functions_of(path, names: str, **namespace) -> SimpleNamespace:
     return SimpleNamespace(**space)
 
 
-@pytest.fixture(params=[kind for kind in KINDS if kind != "scaled"])
+@pytest.fixture(params=SERVED)
 def served(request, tmp_path):
     """(folder for engines, the drafter's config)"""
     config = drafter_of(tmp_path / "ours", request.param).config

@@ -2,7 +2,7 @@
 
 import torch
 
-from helpers.tiny import tiny_drafter
+from helpers.tiny import CONVOLUTION, SELECTOR, tiny_drafter
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -29,11 +29,17 @@ KINDS = {
         {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 30.0},
         {"zlab", "gguf"},
     ),
+    "DFlash 2": (CONVOLUTION | SELECTOR, {"zlab", "speculators"}),
+    "selector": (SELECTOR, set()),
     "other heads, deeper": (
         {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 24, "block_size": 7},
         {"zlab", "speculators", "transformers", "gguf"},
     ),
 }
+
+
+# Those that engines read as plain DFlash.
+SERVED = [kind for kind in KINDS if kind not in ("scaled", "DFlash 2", "selector")]
 
 
 def drafter_of(folder, kind: str = "plain", dtype=torch.bfloat16, **overrides):
