@@ -62,7 +62,7 @@ class Candidates:
         if self.ids is None:
             return tokens
         found = (self.ids == tokens[..., None]) & (self.logits > -torch.inf)
-        return found.int().argmax(-1).masked_fill_(~found.any(-1), -1)
+        return found.byte().argmax(-1).masked_fill_(~found.any(-1), -1)
 
     def best(self) -> torch.LongTensor:
         """Return the most likely token (...)."""

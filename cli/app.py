@@ -424,6 +424,9 @@ app.command(
     epilog="\b\ndflash-hub regenerate --prompts demo --max-new-tokens 48 --output answers-demo\n"
     "dflash-hub train --responses answers-demo --layers 1 --block-size 4 --validation 2 --eval-prompts 1 --max-steps 4 --output run-demo"
 )(commands.train)
+app.command(
+    epilog="\b\ndflash-hub vocabulary . smaller-head --responses data/responses/smollm2-135m-instruct.jsonl --size 4096"
+)(commands.vocabulary)
 app.command(epilog="\b\ndflash-hub check --drafter . --count 2")(commands.check)
 app.command(epilog="\b\ndflash-hub align --drafter . --target TUNED --prompts prompts.jsonl --output aligned")(
     commands.align

@@ -1,6 +1,7 @@
 """The commands of training: `regenerate`, `train`, `check`, `align`. Heavy imports wait until a command runs."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -219,6 +220,25 @@ def json_lines(figures: dict) -> str:
     return "\n".join(f"{name}: {value}" for name, value in figures.items())
 
 
+def vocabulary(
+    drafter: Annotated[str, typer.Argument(metavar="DRAFTER", help="A drafter: repository or folder.")],
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder to write.")],
+    responses: Annotated[
+        list[str], Option(help="Folder or file of `dflash-hub regenerate`, by the drafter's target; repeatable.")
+    ],
+    size: Annotated[int, Option(min=1, help="Tokens of the list, at most.")] = 4096,
+    force: Annotated[bool, Option("--force", help="Replace a folder that exists.")] = False,
+):
+    """Let a drafter draft from its target's most frequent tokens and those of the text at hand: the head costs less."""
+    from ..training.vocabulary import write_with_vocabulary
+
+    listed = write_with_vocabulary(drafter, output, responses, size, force)
+    typer.echo(f"listed {listed}")
+    typer.echo(
+        f"wrote {output}\nnext: dflash-hub bench --drafter {shlex.quote(output)} --prompts OTHERS --output bench-run"
+    )
+
+
 def check(
     drafter: Annotated[str, Option(help="Repository or folder.")],
     target: Annotated[str | None, Option(help="Repository or folder. Default: SmolLM2-135M-Instruct.")] = None,
@@ -252,7 +272,7 @@ def check(
 
 @takes_fields(
     TrainOptions, "target_revision", "trust_remote_code", "target_name", "column", "rehearsal", "rehearsal_share",
-    "batch_size", "max_steps", "num_anchors", "vocabulary", "features", "validation", "eval_prompts", "dtype", "bf16", "seed",
+    "batch_size", "max_steps", "num_anchors", "draft_vocab_size", "features", "validation", "eval_prompts", "dtype", "bf16", "seed",
     "thinking", "chat_template",
     epochs=4.0, optimizer="adamw", learning_rate=3e-4, evaluations=8, patience=2,
 )  # fmt: skip

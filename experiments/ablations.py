@@ -29,10 +29,11 @@ from ..hub_files import write_text
 from ..modeling_dflash import DFlashDraftModel
 from ..training.data import Collator, PackedRows, split_validation, usable_rows
 from ..training.evaluation import replay
-from ..training.losses import BlockLoss, ReducedHead, gamma_of
+from ..training.losses import BlockLoss, gamma_of
 from ..training.options import TrainOptions
 from ..training.train import fill_cache, fresh_drafter, load_rows, prompts_by_id, training_arguments
 from ..training.trainer import DFlashTrainer
+from ..training.vocabulary import frequent_tokens
 
 
 @dataclasses.dataclass
@@ -59,7 +60,7 @@ VARIANTS = [
     Variant("TV + CE", {"loss": "tv"}),
     Variant("from the target's layers", {"from_target_layers": True}),
     Variant("five layers", {"layers": 5}),
-    Variant("full vocabulary", {"vocabulary": "full"}),
+    Variant("full vocabulary", {"draft_vocab_size": None}),
     Variant("half the learning rate", {"learning_rate": 3e-4}),
     Variant("twice the learning rate", {"learning_rate": 1.2e-3}),
     Variant("16 anchors", {"num_anchors": 16}),
@@ -97,19 +98,16 @@ def run_variant(variant: Variant, base: TrainOptions, target, training, validati
         loss = BlockLoss(options.loss, gamma_of(options.loss, options.gamma, options.block_size) or None)
         name = "-".join(map(str, drafter.config.target_layer_ids)) + "-last" * loss.needs_teacher
         cache = fill_cache(f"{base.features}-{name}", identify(target), target, drafter, loss, training)
-        used = torch.tensor(sorted({token for row in training for token in row["answer_ids"]}))
-        reduced = (
-            ReducedHead(target.get_output_embeddings(), used, options.negatives)
-            if options.vocabulary == "answers"
-            else None
-        )
+        if options.draft_vocab_size is not None:
+            listed = frequent_tokens((row["answer_ids"] for row in training), options.draft_vocab_size)
+            drafter.set_draft_vocabulary(listed.token_ids)
 
         def trainer(steps: int) -> OrderingTrainer:
             arguments = training_arguments(dataclasses.replace(options, max_steps=steps), len(training), Path(folder))
             arguments.save_strategy = arguments.eval_strategy = "no"
             made = OrderingTrainer(
                 drafter, target, arguments, PackedRows(training, None, options.seed), Collator(cache), loss,
-                options.num_anchors, validation, 0, 8, reduced_head=reduced, muon=options.optimizer == "muon",
+                options.num_anchors, validation, 0, 8, muon=options.optimizer == "muon",
             )  # fmt: skip
             made.fixed_blocks = variant.fixed_blocks
             return made
@@ -172,7 +170,7 @@ def main(
         raise ValueError(f"--variant {unknown[0]!r} is none of {', '.join(known.name for known in VARIANTS)}.")
     base = TrainOptions(
         target=target or smollm2()[0], responses=responses, output=str(output), prompts=[prompt_source(p) for p in prompts or []],
-        layers=layers, block_size=8, loss="ce", num_anchors=32, vocabulary="answers",
+        layers=layers, block_size=8, loss="ce", num_anchors=32, draft_vocab_size=8192,
         features=str(output / "features"), dtype="bfloat16", bf16=True, max_length=800, learning_rate=6e-4,
         optimizer="adamw", seed=seed, batch_size=2,  # many small steps: what a lever does shows early
     )  # fmt: skip

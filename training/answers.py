@@ -288,12 +288,13 @@ def read_answers(path: Path, prompts: dict[str, dict] | None = None, tokenizer=N
 
 
 def iterate_answers(
-    path: Path, prompts: dict[str, dict] | None = None, tokenizer=None, thinking=None
+    path: Path, prompts: dict[str, dict] | None = None, tokenizer=None, thinking=None, with_prompts: bool = True
 ) -> Iterator[dict]:
     """Rows of a file of answers, one at a time. The last line may have been cut by an interruption, or be in the writing: it is left out.
 
     Args:
         prompts: rows by id, for files that name prompts without repeating them; with the target's tokenizer.
+        with_prompts: False where only the responses are looked at, so that their prompts may be nowhere.
 
     Raises:
         ValueError: a row of another form, or a prompt that is nowhere; names the line.
@@ -314,14 +315,14 @@ def iterate_answers(
             raise ValueError(f"{path}, line {number}: expected a row with `id` and `answer_ids`, got {found}.")
         row["id"] = str(row["id"])
         row.setdefault("turn", 0)
-        if "prompt_ids" not in row:
+        if "prompt_ids" not in row and with_prompts:
             if prompts is None or row["id"] not in prompts or row["turn"]:
                 raise ValueError(
                     f"{path}, line {number}: row {row['id']!r} has no `prompt_ids`, and its prompt is not among --prompts; "
                     "pass the file that it came from."
                 )
             row["prompt_ids"] = encode(tokenizer, prompts[row["id"]], [], thinking)
-        for name in ("prompt_ids", "answer_ids"):
+        for name in ("prompt_ids", "answer_ids") if with_prompts else ("answer_ids",):
             # An empty response is one that is left out of training, and counted there.
             if (wrong := not_ids(row[name])) and (name, row[name]) != ("answer_ids", []):
                 raise ValueError(f"{path}, line {number}: `{name}` must be token ids, got {wrong}.")

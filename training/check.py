@@ -139,7 +139,7 @@ def layouts_agree(drafter, target, row: dict) -> list[Finding]:
     proposer = DFlashProposer(drafter, target)
     taps = list(context[:, :anchor].split(config.hidden_size, dim=-1))
     generated = proposer.draft_logits(rows.input_ids[:, anchor : anchor + 1], taps, config.block_size - 1)[0]
-    logits = proposer.head(trained[-1, 1:].to(target.dtype)).logits
+    logits = proposer.head(trained[-1:, 1:].to(target.dtype)).over_vocabulary(generated.shape[-1])[0]
     if not generated.amax(-1).isfinite().all():
         dtype = str(drafter.dtype).removeprefix("torch.")
         return [

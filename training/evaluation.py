@@ -18,7 +18,8 @@ from transformers import DynamicCache
 from ..decode_choice import Sampler
 from ..decode_state import StoppingState, TokenBuffer
 from ..decode_statistics import Speculation
-from ..drafter_heads import TargetHead
+from ..drafter_heads import Candidates
+from ..drafter_vocabulary import Places, make_head
 from ..target_model import PassLimits, embedding_rows
 from ..target_ranks import TargetRanks
 from .answers import PreparedCall
@@ -81,8 +82,15 @@ class GreedyCall:
         sampler = Sampler(call.processors, text, None, embedding_rows(target), ragged=False)
         return cls(sampler, ended, limit if ended else len(answer))
 
-    def draft_scores(self, positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Process draft logits (N, V) for `positions` (N,) of prompt and answer: scores (N, V)."""
+    def drafts(self, positions: torch.Tensor, candidates: Candidates) -> torch.LongTensor:
+        """Choose draft tokens (N,) from candidates (N, C) for `positions` (N,) of prompt and answer."""
+        if not self.sampler.of_drafts.processors:
+            return candidates.best().to(self.sampler.text.ids.device)
+        logits = candidates.over_vocabulary(self.sampler.vocab_size)
+        return self._processed(positions, logits.to(self.sampler.text.ids.device, torch.float32)).argmax(-1)
+
+    def _processed(self, positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Process draft logits (N, V) for `positions` (N,): scores (N, V)."""
         sampler, nothing = self.sampler.of_drafts, positions[None, :0]
         if sampler.scores_only:  # they look at no prefix
             return sampler.choose_block(nothing, logits[None], keep_scores=True)[1][0]
@@ -136,7 +144,9 @@ def right_drafts(
     batch, config = single_row(row, target.device), drafter.config
     rows = rows_of(batch)
     context = row_context(target, batch, layer_ids or config.target_layer_ids)
-    head = TargetHead(config, target.get_output_embeddings(), embedding_rows(target))
+    head = make_head(drafter, target, embedding_rows(target))
+    if head.reads_text:
+        head.see([row["prompt_ids"] + row["answer_ids"]])
     possible = (rows.answer_mask[0, :-1] & rows.answer_mask[0, 1:]).nonzero()[:, 0]
     counts = []
     for anchors in possible.split(blocks_at_once):
@@ -150,11 +160,11 @@ def right_drafts(
         for slot in range(config.block_size - 1):
             if len(alive) == 0:
                 break
-            logits = head(hidden[alive, slot].to(target.dtype)).logits  # (alive, V)
-            logits = logits.to(target.device, torch.float32)
-            finite = logits.amax(-1).isfinite()  # generation drafts nothing where they are not
-            drafts = call.draft_scores(anchors[0, alive] + slot + 1, logits).argmax(-1)
-            right = (drafts == labels[0, alive, slot]) & finite
+            places = Places(torch.zeros_like(alive), anchors[0, alive])
+            candidates = head(hidden[alive, slot].to(target.dtype), places)  # (alive, C)
+            finite = candidates.logits.amax(-1).isfinite()  # generation drafts nothing where they are not
+            drafts = call.drafts(anchors[0, alive] + slot + 1, candidates)
+            right = (drafts == labels[0, alive, slot]) & finite.to(drafts.device)
             alive = alive[right & supervised[0, alive, slot]]
             count[alive] += 1
         counts += count.tolist()

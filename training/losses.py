@@ -10,7 +10,6 @@ Legend of shapes: M blocks, L = K - 1 drafted slots, V vocabulary, H hidden.
 from collections.abc import Callable
 
 import torch
-from torch.nn import functional as F
 
 LOSSES = ("ce", "dpace", "kl", "tv")
 PAPER_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
@@ -115,34 +114,3 @@ def chunked_sum(hidden: torch.Tensor, loss_of: Callable, chunk: int) -> torch.Te
         return _Chunked.apply(hidden, loss_of, chunk)
     parts = [slice(start, start + chunk) for start in range(0, len(hidden), chunk)]
     return sum((loss_of(hidden[part], part) for part in parts), hidden.new_zeros((), dtype=torch.float32))
-
-
-class ReducedHead:
-    """The head on a part of the vocabulary: the answers' tokens, and others drawn anew each step.
-
-    On a CPU the head costs more than the drafter. Softmax over a part teaches the same gradient direction for tokens in it;
-    the drawn ones keep the rest from rising unseen.
-
-    Args:
-        head: a linear layer with a dense weight.
-        token_ids: (R,) that always take part.
-        negatives: how many others join each step.
-    """
-
-    def __init__(self, head: torch.nn.Linear, token_ids: torch.LongTensor, negatives: int):
-        if type(head) is not torch.nn.Linear:
-            raise ValueError(
-                f"the target's head is a {type(head).__name__}, of which no rows can be taken; train with the full vocabulary."
-            )
-        self.head, self.token_ids, self.negatives = head, token_ids.unique(), negatives
-        self.index = torch.full((head.weight.shape[0],), -1, dtype=torch.long, device=self.token_ids.device)
-
-    def draw(self, generator: torch.Generator) -> tuple[Callable, torch.Tensor]:
-        """(head, index): logits of the chosen tokens, and each token's column in them, -1 where it takes no part."""
-        drawn = torch.randint(len(self.index), (self.negatives,), generator=generator).to(self.token_ids.device)
-        chosen = torch.cat([self.token_ids, drawn]).unique()
-        index = self.index.clone()
-        index[chosen] = torch.arange(len(chosen), device=chosen.device)
-        weight = self.head.weight[chosen]
-        bias = None if self.head.bias is None else self.head.bias[chosen]
-        return lambda hidden: F.linear(hidden, weight, bias), index

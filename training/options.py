@@ -63,10 +63,14 @@ class TrainOptions:
         float | None, Option(min=0.0, help="Decay of the weights by draft position; 0: uniform. Default: the paper's.")
     ] = None
     num_anchors: Annotated[int, Option(min=1, help="Anchors per example and step, at most.")] = 512
-    vocabulary: Annotated[str, Option(help="Of the loss: full, or answers (tokens of responses and some drawn).")] = (
-        "full"
-    )
-    negatives: Annotated[int, Option(min=0, help="Tokens drawn per step, for --vocabulary answers.")] = 4096
+    draft_vocab_size: Annotated[
+        int | None,
+        Option(
+            min=1,
+            help="Draft from so many tokens, the most frequent of the responses, and those of the text at hand. Default: all, or the "
+            "list of --drafter.",
+        ),
+    ] = None
     max_length: Annotated[int, Option(min=4, help="Tokens of prompt and response; longer examples are cut.")] = 3072
     pack_length: Annotated[int | None, Option(min=4, help="Pack examples into sequences of up to this length.")] = None
     features: Annotated[
@@ -131,8 +135,6 @@ def resolved(options: TrainOptions) -> TrainOptions:
         raise ValueError("--patience needs evaluations: raise --eval-prompts above 0.")
     if options.optimizer not in ("muon", "adamw"):
         raise ValueError(f"--optimizer {options.optimizer!r} is neither muon nor adamw.")
-    if options.vocabulary not in ("full", "answers"):
-        raise ValueError(f"--vocabulary {options.vocabulary!r} is neither full nor answers.")
     if options.trained_length is not None and options.yarn is None:
         raise ValueError("--trained-length says from where --yarn stretches: pass both.")
     if options.drafter is None:
@@ -149,5 +151,15 @@ def resolved(options: TrainOptions) -> TrainOptions:
 
 
 def with_new_names(stated: dict) -> dict:
-    """Return the options of a YAML file under today's names."""
-    return {RENAMED.get(name, name): value for name, value in stated.items()}
+    """Return the options of a YAML file under today's names.
+
+    Raises:
+        ValueError: one has no successor that says the same.
+    """
+    stated = {RENAMED.get(name, name): value for name, value in stated.items()}
+    if stated.pop("vocabulary", "full") != "full":
+        raise ValueError(
+            "`vocabulary: answers` of 0.1.0 is no more: state `draft_vocab_size`, a number of tokens that the drafter drafts from."
+        )
+    stated.pop("negatives", None)
+    return stated

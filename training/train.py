@@ -38,6 +38,7 @@ from ..configuration_dflash import DFlashConfig
 from ..convert.card import RECORD, write_card
 from ..convert.init import init_drafter
 from ..convert.reading import check_borrowed, read_drafter
+from ..drafter_vocabulary import check_token_ids, whole_head_reason
 from ..hub_files import write_text
 from ..modeling_dflash import DFlashDraftModel
 from ..target_identity import encoded_rows
@@ -50,10 +51,11 @@ from .data import Collator, PackedRows, document_key, split_validation, usable_r
 from .evaluation import GreedyCall
 from .examples import in_a_file
 from .features import FeatureCache, check_teacher, checksum, feature_layers, tapped_features
-from .losses import BlockLoss, ReducedHead, gamma_of
+from .losses import BlockLoss, gamma_of
 from .options import TrainOptions, resolved, with_new_names
 from .record import check_recordable, longest_trained, training_record, training_result
 from .trainer import DFlashTrainer, check_whole, checkpoint_activations, evaluate
+from .vocabulary import Vocabulary, frequent_tokens
 
 SAID_OF_THE_TARGET = (  # fields of a drafter's config
     "target_name_or_path", "target_revision", "target_rows", "target_thinking",
@@ -79,7 +81,7 @@ class Data:
 class Run:
     """A run as its options resolve for this target, before anything is written. `drafter` is None until a fresh one is made.
 
-    `config` is the trained drafter's.
+    `config` is the trained drafter's, `vocabulary` a list of tokens that it is to draft from.
     """
 
     options: TrainOptions
@@ -93,7 +95,7 @@ class Run:
     attention: str
     gamma: float
     loss: BlockLoss
-    reduced_head: ReducedHead | None
+    vocabulary: Vocabulary | None
     arguments: TrainingArguments
     output: Path
 
@@ -155,13 +157,12 @@ def plan_run(options: TrainOptions) -> Run:
     check_whole(target)  # the arguments may ask for ZeRO-3, which would stop the first evaluation
     if data.greedy and options.eval_prompts and "metric_for_best_model" not in options.arguments:
         arguments.metric_for_best_model = "replayed_acceptance_length"  # the same rounds as real ones, on more prompts
-    reduced_head = None
-    if options.vocabulary == "answers":
-        used = sorted({token for row in data.training for token in row["answer_ids"]})
-        used = torch.tensor(used, device=target.device)
-        reduced_head = ReducedHead(target.get_output_embeddings(), used, options.negatives)
+    vocabulary = None
+    if options.draft_vocab_size is not None:
+        vocabulary = frequent_tokens((row["answer_ids"] for row in data.training), options.draft_vocab_size)
+        check_token_ids(vocabulary.token_ids, config.vocab_size)
     return Run(
-        options, target, tokenizer, identity, data, dataset, config, drafter, attention, gamma, loss, reduced_head, arguments,
+        options, target, tokenizer, identity, data, dataset, config, drafter, attention, gamma, loss, vocabulary, arguments,
         Path(options.output),
     )  # fmt: skip
 
@@ -216,6 +217,8 @@ def begin(run: Run, resume: bool) -> DFlashTrainer:
     with state.main_process_first():  # which writes a fresh drafter, and the features
         if run.drafter is None:
             run.drafter = fresh_drafter(options, run.output)
+        if run.vocabulary is not None:
+            run.drafter.set_draft_vocabulary(run.vocabulary.token_ids)
         if options.features:
             cache = fill_cache(options.features, run.identity, target, run.drafter, run.loss, data.training)
     run.drafter.set_attn_implementation(run.attention)
@@ -228,10 +231,10 @@ def begin(run: Run, resume: bool) -> DFlashTrainer:
     trainer = DFlashTrainer(
         run.drafter, target, run.arguments, run.dataset, Collator(cache, width), run.loss, options.num_anchors,
         data.validation, options.eval_prompts, options.eval_new_tokens, greedy_answers=data.greedy,
-        reduced_head=run.reduced_head, muon=options.optimizer == "muon", callbacks=callbacks,
+        muon=options.optimizer == "muon", callbacks=callbacks,
     )  # fmt: skip
     if trainer.is_world_process_zero():
-        print(describe(data, run.dataset, run.drafter, run.reduced_head), flush=True)
+        print(describe(run), flush=True)
         show_sample(data.training[0], run.tokenizer)
         if run.arguments.save_only_model:
             print("this run cannot be resumed: save_only_model leaves optimizer and schedule out of its checkpoints")
@@ -619,19 +622,20 @@ def draw_curves(log: Path, picture: Path):
     plt.close(figure)
 
 
-def describe(data: Data, dataset: PackedRows, drafter: DFlashDraftModel, reduced_head: ReducedHead | None) -> str:
+def describe(run: Run) -> str:
     """Say in a few lines what is about to be trained."""
+    data, drafter = run.data, run.drafter
     tokens = sum(len(row["answer_ids"]) for row in data.training)
     lines = [
-        f"{len(data.training)} responses of {tokens} tokens in {len(dataset)} sequences; {len(data.validation)} for validation",
+        f"{len(data.training)} responses of {tokens} tokens in {len(run.dataset)} sequences; {len(data.validation)} for validation",
         f"drafter of {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters, blocks of {drafter.config.block_size}",
     ]
     if data.dropped:
         lines.append(f"dropped: {data.dropped}")
-    if reduced_head is not None:
-        lines.append(
-            f"loss over {len(reduced_head.token_ids)} tokens of the answers and {reduced_head.negatives} drawn ones"
-        )
+    if run.vocabulary is not None:
+        lines.append(f"drafts from {run.vocabulary}, and from the text's own tokens")
+    if reason := whole_head_reason(drafter, run.target):
+        lines.append(reason)
     return "\n".join(lines)
 
 

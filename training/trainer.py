@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 from accelerate.utils import gather_object
@@ -10,7 +11,7 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from ..drafter_heads import TargetHead
+from ..drafter_vocabulary import Places, make_head
 from ..hub_files import check_finite
 from ..modeling_dflash import DFlashDraftModel
 from ..target_ranks import sharding
@@ -18,7 +19,7 @@ from .blocks import block_labels, denoise, draw_anchors
 from .data import Collator, PackedRows, document_features, placed, rows_of
 from .evaluation import generate, replay
 from .features import feature_layers, not_finite
-from .losses import BlockLoss, ReducedHead, chunked_sum
+from .losses import BlockLoss, chunked_sum
 from .optimizer import MuonAdamW
 
 # Slots whose logits exist at one time: on a vocabulary of 150 thousand, 1.2 GB in float32.
@@ -60,6 +61,33 @@ class FiniteSteps(TrainerCallback):
         self.trainer.check_step()
 
 
+def texts_of(rows, anchors: torch.LongTensor, valid: torch.Tensor) -> tuple[Places, Callable]:
+    """Return where blocks draft, and what returns the texts that they stand in: one a document.
+
+    Args:
+        anchors, valid: (B, N), see `draw_anchors`; the places are those of valid blocks.
+    """
+    width = rows.input_ids.shape[1]
+    own = rows.document_ids - rows.document_ids.min()  # padding has a number of its own
+    numbers = own + torch.arange(len(own), device=own.device)[:, None] * (width + 1)  # of a document, over all rows
+    known, sequences = numbers.unique(return_inverse=True)  # (B, S)
+    places = Places(sequences.gather(1, anchors)[valid], rows.position_ids.gather(1, anchors)[valid])
+
+    def texts() -> list[list[int]]:
+        found = [[] for _ in known]
+        for sequence, token in zip(sequences.flatten().tolist(), rows.input_ids.flatten().tolist()):
+            found[sequence].append(token)
+        return found
+
+    return places, texts
+
+
+def possible(candidates) -> torch.Tensor:
+    """Return logits in float32 of which none is -inf, which has no gradient: a token that is none has a very small one."""
+    logits = candidates.logits.float()
+    return logits if candidates.ids is None else logits.clamp(min=-1e4)
+
+
 def check_whole(target: PreTrainedModel):
     """Refuse a target that is spread over processes, before the first step.
 
@@ -88,7 +116,6 @@ class DFlashTrainer(Trainer):
         validation: rows of answers that no training row shares a prompt with.
         eval_prompts: how many of the held-out prompts are answered in real generation, up to `eval_new_tokens`.
         greedy_answers: whether the held-out answers are the target's greedy ones, so that rounds can be replayed on them.
-        reduced_head: to train on a part of the vocabulary.
         muon: the optimizer of matrices; else it is that of `args`, AdamW.
     """
 
@@ -105,7 +132,6 @@ class DFlashTrainer(Trainer):
         eval_prompts: int,
         eval_new_tokens: int,
         greedy_answers: bool = True,
-        reduced_head: ReducedHead | None = None,
         muon: bool = False,
         **kwargs,
     ):
@@ -115,7 +141,7 @@ class DFlashTrainer(Trainer):
         )
         self.target = target.requires_grad_(False).eval()
         self.block_size, self.muon = drafter.config.block_size, muon
-        self.block_loss, self.num_anchors, self.reduced_head = loss, num_anchors, reduced_head
+        self.block_loss, self.num_anchors = loss, num_anchors
         self.validation, self.eval_new_tokens, self.greedy_answers = validation, eval_new_tokens, greedy_answers
         self.eval_rows = [row for row in validation if row["turn"] == 0][:eval_prompts]
         self.flex = drafter.config._attn_implementation == "flex_attention"
@@ -129,7 +155,6 @@ class DFlashTrainer(Trainer):
         self.add_callback(FiniteSteps(self))
         # Of the batches of a step: loss, and whether each row's hidden states are finite (B,).
         self._step: list[tuple[dict, torch.Tensor, torch.Tensor]] = []
-        self._head = None  # of the step, where only a part of the vocabulary takes part
         self._anchors: torch.Tensor | int = 0  # of this process since the last log
         self._last_log = time.monotonic()
         self._logged: dict[str, list[torch.Tensor]] = {}
@@ -163,8 +188,6 @@ class DFlashTrainer(Trainer):
             batch |= {"anchors": anchors, "valid": valid, "labels": labels, "supervised": supervised}
             weights += self.block_loss.normalizer(supervised)
             self._anchors = self._anchors + valid.sum()
-        if self.reduced_head is not None:
-            self._head = self.reduced_head.draw(generator)
         # Gradients are averaged over processes.
         return batches, self.accelerator.reduce(weights, "mean").clamp(min=1e-6)
 
@@ -192,7 +215,8 @@ class DFlashTrainer(Trainer):
             index = index.clamp(max=states.shape[1] - 1)[..., None].expand(-1, -1, states.shape[2])
             teacher = states.gather(1, index).unflatten(1, labels.shape[1:])[valid]  # (M, K - 1, H)
         with self.accelerator.autocast():  # blocks of padding cost nothing from here on
-            total = self._loss(drafter, hidden[valid], labels[valid], supervised[valid], teacher)
+            places = texts_of(rows, anchors, valid)
+            total = self._loss(drafter, hidden[valid], labels[valid], supervised[valid], teacher, *places)
         self._step.append((inputs, total.detach(), hidden.detach().isfinite().flatten(1).all(1)))
         return total / num_items_in_batch
 
@@ -241,23 +265,27 @@ class DFlashTrainer(Trainer):
     def draw(self, rows, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         return draw_anchors(rows, self.num_anchors, generator, fixed=self.flex)
 
-    def _loss(self, drafter, hidden, labels, supervised, teacher) -> torch.Tensor:
-        """Weighted sum of the loss over the slots of blocks (M, K - 1)."""
+    def _loss(self, drafter, hidden, labels, supervised, teacher, places, texts) -> torch.Tensor:
+        """Weighted sum of the loss over the slots of blocks (M, K - 1), over the tokens that can be drafted at their places."""
         if len(labels) == 0:  # no row of this batch has an anchor
             return hidden.sum()
-        head, target_head = self.target.get_output_embeddings(), self.target.get_output_embeddings()
-        if self.reduced_head is not None:
-            head, index = self._head
-            labels = index.to(labels.device)[labels].clamp(min=0)  # what is supervised takes part
-            target_head = head
-        scorer = TargetHead(drafter.config, head)
+        head = make_head(drafter, self.target)
+        if head.reads_text:
+            head.see(texts())
         right, count = [], supervised.sum()
 
         def loss_of(part: torch.Tensor, which: slice) -> torch.Tensor:
-            logits = scorer(part.to(self.target.dtype)).logits.float()
-            teacher_logits = None if teacher is None else target_head(teacher[which].to(self.target.dtype)).float()
-            right.append((logits.argmax(-1) == labels[which]) & supervised[which])
-            return self.block_loss(logits, labels[which], supervised[which], teacher_logits)
+            here = Places(places.sequences[which], places.ends[which])
+            candidates = head(part.to(self.target.dtype), here)
+            columns, supervised_here = candidates.columns(labels[which]), supervised[which]
+            teacher_logits = None
+            if teacher is not None:
+                teacher_logits = possible(head.unscaled()(teacher[which].to(self.target.dtype), here))
+            logits = possible(candidates)
+            right.append((logits.argmax(-1) == columns) & supervised_here)
+            # A token that cannot be drafted is not learned, and counts as wrong.
+            taught = supervised_here & (columns >= 0)
+            return self.block_loss(logits, columns.clamp(min=0), taught, teacher_logits)
 
         chunk = max(1, CHUNK_SLOTS // labels.shape[1])
         loss = chunked_sum(hidden, loss_of, chunk)

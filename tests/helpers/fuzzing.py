@@ -37,7 +37,7 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation import MaxLengthCriteria, SynthIDTextWatermarkingConfig, WatermarkingConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from helpers.families import _ours, caches, drafter_for, tiny_family
+from helpers.families import VOCAB, _ours, caches, drafter_for, tiny_family
 from helpers.scripted import scripted
 
 FAULTS = Path(__file__).parents[2] / ".hypothesis" / "faults.txt"  # one minimal case a line
@@ -790,11 +790,13 @@ def configs(draw, family: str, end: int) -> dict:
 
 @st.composite
 def drafters(draw, block_size: int) -> dict:
-    """Overrides of the drafter's config: a window, and order inside the block."""
+    """Overrides of the drafter's config: a list of tokens to draft from, a window, and order inside the block."""
+    listed = draw(st.sampled_from([None, None, 1, 20, VOCAB - 1]))
+    listed = {} if listed is None else {"draft_vocab_size": listed}
     if not draw(st.booleans()):
-        return {}
+        return listed
     window = {"layer_types": ["sliding_attention"], "sliding_window": draw(st.integers(2, 8))}
-    return window | {"block_causal": [draw(st.booleans())]}
+    return listed | window | {"block_causal": [draw(st.booleans())]}
 
 
 @st.composite

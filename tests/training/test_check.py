@@ -243,7 +243,6 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
         (["--responses", "a.jsonl", "--argument", "warmup"], "--argument 'warmup' is not NAME=VALUE"),
         (["--responses", "a.jsonl", "--argument", "wamup_steps=3"], "['wamup_steps'] are no fields of"),
         (["--responses", "a.jsonl", "--optimizer", "sgd"], "--optimizer 'sgd' is neither muon nor adamw"),
-        (["--responses", "a.jsonl", "--vocabulary", "some"], "--vocabulary 'some' is neither full nor answers"),
         (["--responses", "a.jsonl", "--gamma", "4"], "dpace has weights of its own"),
         (["--responses", "a.jsonl", "--eval-prompts", "0", "--patience", "2"], "--patience needs evaluations"),
         (["--responses", "a.jsonl", "--pack-length", "5"], "longer than --pack-length 5"),
@@ -685,7 +684,6 @@ def align_to_the_answers(tiny_pair, monkeypatch):
         (["--drafter", "other"], "does not fit the target"),
         (["--rehearsal", "nowhere"], "no answers at nowhere"),
         (["--rehearsal", "bare.jsonl"], "its prompt is not among --prompts"),
-        (["--vocabulary", "some"], "--vocabulary 'some' is neither full nor answers"),
         (["--epochs", 0], "--epochs 0 trains nothing"),
     ],
 )

@@ -45,12 +45,13 @@ from dflash_hub.training.data import (
 )
 from dflash_hub.training.examples import in_a_file
 from dflash_hub.training.features import FeatureCache, tapped_features
-from dflash_hub.training.losses import BlockLoss, ReducedHead, chunked_sum, default_gamma, dpace_weights, slot_weights
+from dflash_hub.training.losses import BlockLoss, chunked_sum, default_gamma, dpace_weights, slot_weights
 from dflash_hub.training.optimizer import MuonAdamW
 from dflash_hub.training.options import TrainOptions
 from dflash_hub.training.train import long_context, warm_drafter
 from dflash_hub.training.trainer import DFlashTrainer, checkpoint_activations, evaluate
 from helpers.brute_force import training_visibility
+from helpers.families import with_some_tokens
 from helpers.folders import tiny_tokenizer
 from helpers.tiny import prompt_of, tiny_drafter, tiny_target
 from helpers.training import answers_of, losses_of, trainer_of
@@ -307,20 +308,45 @@ def test_distribution_losses_are_zero_for_the_target_itself():
     assert float(opposite) == pytest.approx(1)
 
 
-def test_reduced_head_keeps_the_answers_tokens_and_draws_others():
-    head = torch.nn.Linear(8, 30, bias=False)
-    reduced = ReducedHead(head, torch.tensor([3, 5, 5, 9]), 4)
-    seen = set()
-    for seed in range(40):
-        part, index = reduced.draw(generator(seed))
-        chosen = (index >= 0).nonzero()[:, 0]
-        assert {3, 5, 9} <= set(chosen.tolist())
-        hidden = torch.randn(2, 8, generator=generator(seed))
-        torch.testing.assert_close(part(hidden), head(hidden)[:, chosen])
-        seen |= set(chosen.tolist())
-    assert seen == set(range(30))
-    with pytest.raises(ValueError, match=r"head is a Sequential.*full vocabulary"):
-        ReducedHead(torch.nn.Sequential(head), torch.tensor([1]), 4)
+class NotedLoss(BlockLoss):
+    """Keeps what it is given in its first call: (logits, labels, supervised, teacher's logits)."""
+
+    given = None
+
+    def __call__(self, logits, labels, supervised, teacher_logits=None):
+        self.given = self.given or (logits, labels, supervised, teacher_logits)
+        return super().__call__(logits, labels, supervised, teacher_logits)
+
+
+@pytest.mark.parametrize("loss", ("dpace", "kl", "tv"))
+@pytest.mark.parametrize("pack_length", (None, 64))
+def test_the_loss_is_over_the_tokens_that_can_be_drafted(tmp_path, target, answers, loss, pack_length):
+    """Listed ones and those of the text up to the anchor, of its own document: the whole head's logits without the others."""
+    drafter = with_some_tokens(tiny_drafter(draft_vocab_size=12))
+    trainer = trainer_of(tmp_path, target, drafter, answers[:6], answers[8:], loss, pack_length=pack_length)
+    batch = next(iter(trainer.get_train_dataloader()))
+    (batch,), normalizer = trainer.get_batch_samples(iter([batch]), 1, torch.device("cpu"))
+    trainer.block_loss = NotedLoss(loss, None if loss == "dpace" else 4.0)
+    trainer.compute_loss(drafter, batch, num_items_in_batch=normalizer)
+    rows, listed = rows_of(batch), {*(drafter.d2t + torch.arange(12)).tolist()}
+    anchors, valid, number = batch["anchors"], batch["valid"], 0
+    logits, _, taught, teacher = trainer.block_loss.given
+    for row, block in valid.nonzero().tolist():
+        anchor = int(anchors[row, block])
+        of_document = rows.document_ids[row] == rows.document_ids[row, anchor]
+        text = {*rows.input_ids[row, : anchor + 1][of_document[: anchor + 1]].tolist()}
+        can = listed | text
+        assert int((logits[number, 0] > -1e4).sum()) == len(can)
+        labels, supervised = batch["labels"][row, block], batch["supervised"][row, block]
+        expected = [bool(known) and token in can for token, known in zip(labels.tolist(), supervised)]
+        assert taught[number].tolist() == expected
+        if teacher is not None:
+            assert int((teacher[number, 0] > -1e4).sum()) == len(can)
+        number += 1
+    assert len(logits) == number and bool(taught.any()) and not bool(taught.all())
+    trainer.train()
+    assert all(0 < value < 50 for value in losses_of(trainer))
+    assert losses_of(trainer)[-1] < losses_of(trainer)[0]
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -474,10 +500,14 @@ def test_overfitting_eight_rows_reaches_more_than_nine_tenths_of_the_block(tmp_p
     assert first > 0.9
 
 
-@pytest.mark.parametrize("end", [False, True])
-def test_replayed_rounds_are_those_of_real_generation(target, answers, end):
-    """For a drafter that is right now and then, at a limit on length and at an end token."""
+@pytest.mark.parametrize(("end", "listed"), [(False, None), (True, None), (True, 6), (False, 30)])
+def test_replayed_rounds_are_those_of_real_generation(target, answers, end, listed):
+    """For a drafter that is right now and then, at a limit on length and at an end token, also with a list of tokens."""
     drafter = half_trained(target, answers)
+    if listed is not None:
+        drafter = copy.deepcopy(drafter)
+        drafter.config.draft_vocab_size = listed
+        with_some_tokens(drafter)
     ended = answers[0]["answer_ids"][11]
     rows, eos = answers[:4], None
     if end:
