@@ -27,6 +27,7 @@ from ..common.target_source import TargetSource
 from ..hub_files import check_finite, write_text
 from ..modeling_dflash import DFlashDraftModel
 from .methods import make_method
+from .rows import with_new_name
 
 TIE = 1e-4  # float32: two passes that differ by rounding may choose differently between scores this close
 
@@ -262,11 +263,6 @@ def read_records(folder: Path) -> list[dict]:
     """Read all complete lines; a line that an interruption cut is measured again."""
     records = [record for path in sorted(folder.glob("records-*.jsonl")) for record in complete_lines(path)]
     return [with_new_name(record) for record in records]
-
-
-def with_new_name(record: dict) -> dict:
-    """Return a record with the method that 0.1.0 called plain under its name of today."""
-    return record | {"method": "baseline"} if record.get("method") == "plain" else record
 
 
 def provenance(command: str, bench: Bench) -> dict:

@@ -107,8 +107,13 @@ def now(device: torch.device) -> float:
 
 
 def read_rows(folder: Path) -> list[dict]:
-    """All complete lines."""
-    return complete_lines(folder / "rows.jsonl")
+    """Read all complete lines."""
+    return [with_new_name(record) for record in complete_lines(folder / "rows.jsonl")]
+
+
+def with_new_name(record: dict) -> dict:
+    """Return a record with the method that 0.1.0 called plain under its name of today."""
+    return record | {"method": "baseline"} if record.get("method") == "plain" else record
 
 
 def summarise_rows(folder: Path) -> list[dict]:
