@@ -76,6 +76,17 @@ class Draft:
         return next((row for row in self._children[at] if own[row - 1] == token), None)
 
     @cached_property
+    def best_chain(self) -> list[int]:
+        """Indices of the tokens that follow one another, each the likeliest behind the one before."""
+        if self.parents is None:
+            return [*range(len(self))]
+        chain, at = [], 0
+        while self._children[at]:
+            at = self._children[at][0]
+            chain.append(at - 1)
+        return chain
+
+    @cached_property
     def _children(self) -> list[list[int]]:
         return self.shape.children
 

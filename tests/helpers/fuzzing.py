@@ -84,6 +84,7 @@ class Case:
     drafter: dict = field(default_factory=dict)
     drafts: str = "random"
     num_draft: int | str = "auto"
+    num_nodes: int | None = None
     prompts: tuple[int, ...] = (6,)
     seed: int = 0
     padding: str = "left"
@@ -432,6 +433,7 @@ def _call(case: Case, ids, mask, cache: dict, turn: Turn, assisted: bool, text) 
         kwargs["inputs"] = given
     if turn.drafted and (assisted or case.sampled):
         kwargs |= {"assistant_model": assistant, "num_assistant_tokens": case.num_draft if assisted else 0}
+        kwargs |= {"num_tree_nodes": case.num_nodes if assisted else None}
     module, at = _interrupted_module(case, target, drafter) if assisted else (None, None)
     if "rope_parameters" in case.config:
         target(torch.tensor([[5]]))  # dynamic NTK keeps its base between calls
@@ -444,7 +446,7 @@ def _call(case: Case, ids, mask, cache: dict, turn: Turn, assisted: bool, text) 
         outcome.error = error
     outcome.speculation = assistant.last_speculation
     held = outcome.output.get(CACHE) or cache.get(CACHE)
-    if held is not None:
+    if isinstance(held, transformers.Cache):  # RWKV has a list
         outcome.cache, outcome.length = _snapshot(held), cached_length(held)
     return outcome
 
@@ -854,6 +856,7 @@ def cases(draw, families=SHORT) -> Case:
         drafter=draw(drafters(block_size)),
         drafts=draw(st.sampled_from(["half-right", "oracle", "random"])),
         num_draft=draw(st.one_of(st.integers(1, block_size - 1), st.just("auto"))),
+        num_nodes=draw(st.integers(1, 12)) if len(prompts) == 1 and draw(st.booleans()) else None,
         prompts=tuple(prompts),
         seed=draw(st.integers(0, 99)),
         padding="right" if draw(few) else "left",

@@ -46,7 +46,7 @@ class ScriptedProposer(DFlashProposer):
     """Proposes tokens of known accuracy: random, half-right or oracle about `text` (B, length).
 
     The drafter still runs, so that its inputs and its KV cache are exercised. Only its tokens are replaced: by the text's
-    (oracle), by about half of them (half-right), or not at all (random).
+    (oracle), by about half of them (half-right), or not at all (random). In a tree those of its best chain are replaced.
     """
 
     def __init__(self, drafter, target, kind: str, text: torch.Tensor | None):
@@ -59,11 +59,21 @@ class ScriptedProposer(DFlashProposer):
             tokens = self.text[row].tolist()
             known = self.cache.get_seq_length() if self.seen is None else self.seen[row]
             padding = next((i for i, token in enumerate(tokens) if token != 0), 0)  # no context of the drafter
-            for position in range(plan.num_draft_tokens):
+            path = [*range(plan.num_draft_tokens)] if draft.parents is None else draft.best_chain
+            for position, node in enumerate(path):
                 index = padding + self.start + known + 1 + position
                 right = tokens[index] if index < len(tokens) else 0
                 wrong = self.kind == "half-right" and (index + row) % 2 == 1 and index % 5 != 0
-                draft.tokens[row, position] = (right + 1) % sampler.vocab_size if wrong else right
+                token = (right + 1) % sampler.vocab_size if wrong else right
+                if draft.parents is not None:  # two children of a node cannot have one token
+                    siblings = [
+                        i for i, parent in enumerate(draft.parents) if parent == draft.parents[node] and i != node
+                    ]
+                    taken = draft.tokens[row].tolist()
+                    for sibling in siblings:
+                        if taken[sibling] == token:
+                            draft.tokens[row, sibling] = taken[node]
+                draft.tokens[row, node] = token
         return draft
 
 
