@@ -19,6 +19,7 @@ from ..decode_choice import Sampler
 from ..decode_state import StoppingState, TokenBuffer
 from ..decode_statistics import Speculation
 from ..drafter_heads import Candidates
+from ..drafter_paths import path_head
 from ..drafter_vocabulary import Places, make_head
 from ..target_model import PassLimits, embedding_rows
 from ..target_ranks import TargetRanks
@@ -89,6 +90,18 @@ class GreedyCall:
         logits = candidates.over_vocabulary(self.sampler.vocab_size)
         return self._processed(positions, logits.to(self.sampler.text.ids.device, torch.float32)).argmax(-1)
 
+    def walked(
+        self, positions: torch.Tensor, candidates: Candidates, head, previous_tokens: torch.LongTensor
+    ) -> torch.LongTensor:
+        """Choose draft tokens (N,) as `drafts` does, with a head that looks at the tokens (N,) before them."""
+        if self.sampler.of_drafts.processors:
+            logits = candidates.over_vocabulary(self.sampler.vocab_size)
+            logits = self._processed(positions, logits.to(self.sampler.text.ids.device, torch.float32))
+            short = Candidates(logits).top(head.num_candidates)
+        else:
+            short = candidates.top(head.num_candidates)
+        return head.follow(short, candidates.hidden_states, previous_tokens[:, None]).best()[:, 0]
+
     def _processed(self, positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Process draft logits (N, V) for `positions` (N,): scores (N, V)."""
         sampler, nothing = self.sampler.of_drafts, positions[None, :0]
@@ -144,7 +157,7 @@ def right_drafts(
     batch, config = single_row(row, target.device), drafter.config
     rows = rows_of(batch)
     context = row_context(target, batch, layer_ids or config.target_layer_ids)
-    head = make_head(drafter, target, embedding_rows(target))
+    head = path_head(drafter, make_head(drafter, target, embedding_rows(target)))
     if head.reads_text:
         head.see([row["prompt_ids"] + row["answer_ids"]])
     possible = (rows.answer_mask[0, :-1] & rows.answer_mask[0, 1:]).nonzero()[:, 0]
@@ -163,8 +176,12 @@ def right_drafts(
             places = Places(torch.zeros_like(alive), anchors[0, alive])
             candidates = head(hidden[alive, slot].to(target.dtype), places)  # (alive, C)
             finite = candidates.logits.amax(-1).isfinite()  # generation drafts nothing where they are not
-            drafts = call.drafts(anchors[0, alive] + slot + 1, candidates)
-            right = (drafts == labels[0, alive, slot]) & finite.to(drafts.device)
+            if head.looks_back:  # all before this one were right, so the walk comes here over the text's own tokens
+                before = rows.input_ids[0, anchors[0, alive] + slot]
+                drafts = call.walked(anchors[0, alive] + slot + 1, candidates, head, before)
+            else:
+                drafts = call.drafts(anchors[0, alive] + slot + 1, candidates)
+            right = (drafts.to(labels.device) == labels[0, alive, slot]) & finite.to(labels.device)
             alive = alive[right & supervised[0, alive, slot]]
             count[alive] += 1
         counts += count.tolist()

@@ -10,8 +10,13 @@ Legend of shapes: M blocks, L = K - 1 drafted slots, V vocabulary, H hidden.
 from collections.abc import Callable
 
 import torch
+from torch.nn import functional as F
+
+from ..drafter_heads import Candidates
 
 LOSSES = ("ce", "dpace", "kl", "tv")
+# What becomes of positions whose right token is not among the candidates of a selector.
+MISSING = ("leave-out", "insert")
 PAPER_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 
 
@@ -83,34 +88,94 @@ class BlockLoss:
         return (weights * loss * supervised).sum()
 
 
+class SelectorLoss:
+    """Loss of DFlash 2's selector: cross-entropy over the candidates of a position, behind the true token before it.
+
+    Weights by position are those of the block's loss, and so is what the sum is divided by.
+
+    Args:
+        block_loss: of the drafter that the selector belongs to.
+        factor: of this loss, beside the block's.
+        missing: what becomes of a position whose right token is no candidate: "leave-out", as there is nothing to select, or
+            "insert" it in the place of the least likely candidate.
+    """
+
+    def __init__(self, block_loss: BlockLoss, factor: float = 1.0, missing: str = MISSING[0]):
+        if missing not in MISSING:
+            raise ValueError(f"--missing-gold {missing!r} is none of {', '.join(MISSING)}.")
+        self.block_loss, self.factor, self.missing = block_loss, factor, missing
+
+    def __call__(
+        self, head, hidden, logits, labels, previous_tokens, supervised, token_ids=None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the weighted sum, and by position (M, L) whether the right token is a candidate, and whether it is picked.
+
+        Args:
+            head: a `PathHead`.
+            hidden: (M, L, H).
+            logits: (M, L, V) of its base, in float32.
+            labels: (M, L) columns of the right tokens in them.
+            previous_tokens: (M, L) the true token before each position, the anchor first.
+            token_ids: (V,) or (M, L, V) tokens of the columns, where these are a part of the vocabulary.
+        """
+        best, columns = logits.topk(min(head.num_candidates, logits.shape[-1]), dim=-1)  # (M, L, C)
+        found = columns == labels[..., None]
+        present = found.any(-1)
+        if self.missing == "insert":
+            least = torch.zeros_like(found)
+            least[..., -1] = ~present
+            columns = torch.where(least, labels[..., None], columns)
+            best = torch.where(least, logits.gather(-1, labels[..., None]), best)
+            found = found | least
+        ids = columns if token_ids is None else token_ids.expand(logits.shape).gather(-1, columns)
+        scores = head.follow(Candidates(best, ids), hidden, previous_tokens[..., None]).logits[..., 0, :]
+        right = found.int().argmax(-1)
+        ce = F.cross_entropy(scores.flatten(0, 1).float(), right.flatten(), reduction="none").view_as(right)
+        taking_part = supervised & found.any(-1)
+        if self.block_loss.kind == "dpace":
+            weights = dpace_weights(torch.exp(-ce), taking_part)
+        else:
+            weights = slot_weights(labels.shape[1], self.block_loss.gamma, labels.device)
+        picked = (scores.argmax(-1) == right) & present
+        return self.factor * (weights * ce * taking_part).sum(), present, picked
+
+
 class _Chunked(torch.autograd.Function):
     """A sum over chunks of hidden states whose gradient is taken chunk by chunk, so that one chunk's logits exist at a time.
 
-    The head is frozen: the gradient of the hidden states is all that is needed, and it is as small as they are.
+    The target's head is frozen: besides the hidden states only parameters of the drafter that its loss is made with, if any,
+    have gradients, which are as small as they are.
     """
 
     @staticmethod
-    def forward(ctx, hidden, loss_of: Callable, chunk: int):
+    def forward(ctx, hidden, loss_of: Callable, chunk: int, *parameters):
         gradient = torch.empty_like(hidden)
+        of_parameters = [torch.zeros_like(parameter) for parameter in parameters]
         total = hidden.new_zeros((), dtype=torch.float32)
         for start in range(0, len(hidden), chunk):
             part = hidden[start : start + chunk].detach().requires_grad_()
             with torch.enable_grad():
                 loss = loss_of(part, slice(start, start + chunk))
-            gradient[start : start + chunk] = torch.autograd.grad(loss, part)[0]
+            gradient[start : start + chunk], *more = torch.autograd.grad(loss, [part, *parameters])
+            for summed, added in zip(of_parameters, more):
+                summed += added
             total += loss.detach()
-        ctx.save_for_backward(gradient)
+        ctx.save_for_backward(gradient, *of_parameters)
         return total
 
     @staticmethod
     def backward(ctx, grad_output):
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad_output, None, None
+        gradient, *of_parameters = ctx.saved_tensors
+        return gradient * grad_output, None, None, *(summed * grad_output for summed in of_parameters)
 
 
-def chunked_sum(hidden: torch.Tensor, loss_of: Callable, chunk: int) -> torch.Tensor:
-    """Sum of `loss_of(hidden[part], part)` over parts of at most `chunk` blocks of `hidden` (M, L, H)."""
+def chunked_sum(hidden: torch.Tensor, loss_of: Callable, chunk: int, parameters=()) -> torch.Tensor:
+    """Sum `loss_of(hidden[part], part)` over parts of at most `chunk` blocks of `hidden` (M, L, H).
+
+    Args:
+        parameters: what else the loss has gradients of.
+    """
     if torch.is_grad_enabled():
-        return _Chunked.apply(hidden, loss_of, chunk)
+        return _Chunked.apply(hidden, loss_of, chunk, *parameters)
     parts = [slice(start, start + chunk) for start in range(0, len(hidden), chunk)]
     return sum((loss_of(hidden[part], part) for part in parts), hidden.new_zeros((), dtype=torch.float32))

@@ -10,13 +10,16 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Args:
         parameters: of the drafter; those with two dimensions go to Muon.
+        tables: those of them that are lists of rows by token, and no matrices; they go to AdamW.
         lr, weight_decay: of both.
         betas, eps: of AdamW.
     """
 
-    def __init__(self, parameters, lr: float, weight_decay: float, betas: tuple[float, float], eps: float):
+    def __init__(self, parameters, lr: float, weight_decay: float, betas: tuple[float, float], eps: float, tables=()):
         parameters = [p for p in parameters if p.requires_grad]
-        matrices, others = [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]
+        apart = {id(table) for table in tables}
+        matrices = [p for p in parameters if p.ndim == 2 and id(p) not in apart]
+        others = [p for p in parameters if p.ndim != 2 or id(p) in apart]
         self.parts = [
             torch.optim.Muon(matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, lr, betas, eps, weight_decay),

@@ -62,6 +62,12 @@ class TrainOptions:
     gamma: Annotated[
         float | None, Option(min=0.0, help="Decay of the weights by draft position; 0: uniform. Default: the paper's.")
     ] = None
+    selector_loss: Annotated[
+        float, Option(min=0.0, help="Factor of the loss of DFlash 2's selector, beside the block's.")
+    ] = 1.0
+    missing_gold: Annotated[
+        str, Option(help="For the selector, where the right token is no candidate: leave-out, or insert.")
+    ] = "leave-out"
     num_anchors: Annotated[int, Option(min=1, help="Anchors per example and step, at most.")] = 512
     draft_vocab_size: Annotated[
         int | None,
@@ -133,6 +139,8 @@ def resolved(options: TrainOptions) -> TrainOptions:
         raise ValueError("--gamma is the decay of ce, kl and tv; dpace has weights of its own.")
     if options.patience is not None and not options.eval_prompts:
         raise ValueError("--patience needs evaluations: raise --eval-prompts above 0.")
+    if options.missing_gold not in ("leave-out", "insert"):
+        raise ValueError(f"--missing-gold {options.missing_gold!r} is neither leave-out nor insert.")
     if options.optimizer not in ("muon", "adamw"):
         raise ValueError(f"--optimizer {options.optimizer!r} is neither muon nor adamw.")
     if options.trained_length is not None and options.yarn is None:

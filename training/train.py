@@ -51,7 +51,7 @@ from .data import Collator, PackedRows, document_key, split_validation, usable_r
 from .evaluation import GreedyCall
 from .examples import in_a_file
 from .features import FeatureCache, check_teacher, checksum, feature_layers, tapped_features
-from .losses import BlockLoss, gamma_of
+from .losses import BlockLoss, SelectorLoss, gamma_of
 from .options import TrainOptions, resolved, with_new_names
 from .record import check_recordable, longest_trained, training_record, training_result
 from .trainer import DFlashTrainer, check_whole, checkpoint_activations, evaluate
@@ -232,6 +232,7 @@ def begin(run: Run, resume: bool) -> DFlashTrainer:
         run.drafter, target, run.arguments, run.dataset, Collator(cache, width), run.loss, options.num_anchors,
         data.validation, options.eval_prompts, options.eval_new_tokens, greedy_answers=data.greedy,
         muon=options.optimizer == "muon", callbacks=callbacks,
+        selector_loss=SelectorLoss(run.loss, options.selector_loss, options.missing_gold),
     )  # fmt: skip
     if trainer.is_world_process_zero():
         print(describe(run), flush=True)

@@ -11,6 +11,7 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
+from ..drafter_paths import path_head
 from ..drafter_vocabulary import Places, make_head
 from ..hub_files import check_finite
 from ..modeling_dflash import DFlashDraftModel
@@ -19,7 +20,7 @@ from .blocks import block_labels, denoise, draw_anchors
 from .data import Collator, PackedRows, document_features, placed, rows_of
 from .evaluation import generate, replay
 from .features import feature_layers, not_finite
-from .losses import BlockLoss, chunked_sum
+from .losses import BlockLoss, SelectorLoss, chunked_sum
 from .optimizer import MuonAdamW
 
 # Slots whose logits exist at one time: on a vocabulary of 150 thousand, 1.2 GB in float32.
@@ -117,6 +118,7 @@ class DFlashTrainer(Trainer):
         eval_prompts: how many of the held-out prompts are answered in real generation, up to `eval_new_tokens`.
         greedy_answers: whether the held-out answers are the target's greedy ones, so that rounds can be replayed on them.
         muon: the optimizer of matrices; else it is that of `args`, AdamW.
+        selector_loss: of a drafter with a selector; by default that of `loss`.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class DFlashTrainer(Trainer):
         eval_new_tokens: int,
         greedy_answers: bool = True,
         muon: bool = False,
+        selector_loss: SelectorLoss | None = None,
         **kwargs,
     ):
         check_whole(target)
@@ -142,6 +145,7 @@ class DFlashTrainer(Trainer):
         self.target = target.requires_grad_(False).eval()
         self.block_size, self.muon = drafter.config.block_size, muon
         self.block_loss, self.num_anchors = loss, num_anchors
+        self.selector_loss = selector_loss or SelectorLoss(loss)
         self.validation, self.eval_new_tokens, self.greedy_answers = validation, eval_new_tokens, greedy_answers
         self.eval_rows = [row for row in validation if row["turn"] == 0][:eval_prompts]
         self.flex = drafter.config._attn_implementation == "flex_attention"
@@ -165,8 +169,10 @@ class DFlashTrainer(Trainer):
     def create_optimizer(self, model=None):
         if self.optimizer is None and self.muon:
             args, model = self.args, self.model if model is None else model
+            tables = [parameter for name, parameter in model.named_parameters() if name.endswith("_codebook")]
             self.optimizer = MuonAdamW(
-                model.parameters(), args.learning_rate, args.weight_decay, (args.adam_beta1, args.adam_beta2), args.adam_epsilon
+                model.parameters(), args.learning_rate, args.weight_decay, (args.adam_beta1, args.adam_beta2), args.adam_epsilon,
+                tables,
             )  # fmt: skip
         return super().create_optimizer(model)
 
@@ -216,7 +222,8 @@ class DFlashTrainer(Trainer):
             teacher = states.gather(1, index).unflatten(1, labels.shape[1:])[valid]  # (M, K - 1, H)
         with self.accelerator.autocast():  # blocks of padding cost nothing from here on
             places = texts_of(rows, anchors, valid)
-            total = self._loss(drafter, hidden[valid], labels[valid], supervised[valid], teacher, *places)
+            anchor_ids = rows.input_ids.gather(1, anchors)[valid]
+            total = self._loss(drafter, hidden[valid], labels[valid], supervised[valid], teacher, anchor_ids, *places)
         self._step.append((inputs, total.detach(), hidden.detach().isfinite().flatten(1).all(1)))
         return total / num_items_in_batch
 
@@ -265,14 +272,20 @@ class DFlashTrainer(Trainer):
     def draw(self, rows, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         return draw_anchors(rows, self.num_anchors, generator, fixed=self.flex)
 
-    def _loss(self, drafter, hidden, labels, supervised, teacher, places, texts) -> torch.Tensor:
-        """Weighted sum of the loss over the slots of blocks (M, K - 1), over the tokens that can be drafted at their places."""
+    def _loss(self, drafter, hidden, labels, supervised, teacher, anchor_ids, places, texts) -> torch.Tensor:
+        """Weighted sum of the loss over the slots of blocks (M, K - 1), over the tokens that can be drafted at their places.
+
+        Args:
+            anchor_ids: (M,) tokens of the anchors.
+        """
+        selector = [] if drafter.candidate_selector is None else [*drafter.candidate_selector.parameters()]
         if len(labels) == 0:  # no row of this batch has an anchor
-            return hidden.sum()
-        head = make_head(drafter, self.target)
+            return hidden.sum() + sum(parameter.sum() * 0 for parameter in selector)
+        head = path_head(drafter, make_head(drafter, self.target))
+        previous = torch.cat([anchor_ids[:, None], labels[:, :-1]], dim=1)
         if head.reads_text:
             head.see(texts())
-        right, count = [], supervised.sum()
+        right, present, picked, count = [], [], [], supervised.sum()
 
         def loss_of(part: torch.Tensor, which: slice) -> torch.Tensor:
             here = Places(places.sequences[which], places.ends[which])
@@ -285,16 +298,42 @@ class DFlashTrainer(Trainer):
             right.append((logits.argmax(-1) == columns) & supervised_here)
             # A token that cannot be drafted is not learned, and counts as wrong.
             taught = supervised_here & (columns >= 0)
-            return self.block_loss(logits, columns.clamp(min=0), taught, teacher_logits)
+            columns = columns.clamp(min=0)
+            loss = self.block_loss(logits, columns, taught, teacher_logits)
+            if selector:
+                known = logits if candidates.ids is not None else logits[..., : drafter.config.vocab_size]
+                of_selector, *found = self.selector_loss(
+                    head, part, known, columns, previous[which], taught, candidates.ids
+                )
+                loss = loss + of_selector
+                for noted, value in zip((present, picked), found):
+                    noted.append(value & taught)
+            return loss
 
         chunk = max(1, CHUNK_SLOTS // labels.shape[1])
-        loss = chunked_sum(hidden, loss_of, chunk)
+        loss = chunked_sum(hidden, loss_of, chunk, selector)
         right = torch.cat(right)
+        if selector:
+            self._note_selector(right, torch.cat(present), torch.cat(picked), supervised)
         self._note("accuracy", right.sum() / count.clamp(min=1))
         self._note("accuracy_slot_1", right[:, 0].sum() / supervised[:, 0].sum().clamp(min=1))
         # Of blocks at random anchors: higher than what rounds of generation accept, see `evaluation`.
         self._note("teacher_forced_tau", 1 + right.long().cumprod(1).sum() / max(len(right), 1))
         return loss
+
+    def _note_selector(self, right, present, picked, supervised):
+        """Note how far the candidates reach, what the selector makes of them, and by draft position how often they hold the token.
+
+        Args:
+            right, present, picked: (M, L) whether the likeliest token is right, a candidate is, and the picked one is.
+        """
+        self._note("selector_accuracy", picked.sum() / present.sum().clamp(min=1))
+        for name, correct in (("walked_tau", picked), ("oracle_tau", present)):
+            self._note(name, 1 + correct.long().cumprod(1).sum() / len(right))
+        counts = supervised.sum(0).clamp(min=1)
+        for name, correct in (("recall_1", right), ("recall_candidates", present)):
+            for position, share in enumerate(correct.sum(0) / counts, start=1):
+                self._note(f"{name}_position_{position}", share)
 
     def _note(self, name: str, value: torch.Tensor):
         self._logged.setdefault(name, []).append(value.detach())

@@ -155,7 +155,16 @@ def drafter_for(target, block_size: int = 5, **overrides) -> DFlashDraftModel:
     config = derive_config(target, VOCAB - 1, 1, block_size, taps, None, [])
     fixed = {"num_draft_tokens": block_size - 1}  # counts are compared
     config = DFlashConfig.from_dict(config.to_dict(), **fixed | overrides)
-    return with_some_tokens(DFlashDraftModel(config).eval())
+    return with_random_parts(with_some_tokens(DFlashDraftModel(config).eval()))
+
+
+def with_random_parts(drafter: DFlashDraftModel) -> DFlashDraftModel:
+    """Fill parts of DFlash 2 that a fresh drafter leaves without effect."""
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if "_conv." in name or name.startswith("candidate_selector."):
+                parameter.normal_(std=0.3)
+    return drafter
 
 
 def with_some_tokens(drafter: DFlashDraftModel) -> DFlashDraftModel:

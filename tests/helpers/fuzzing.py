@@ -792,13 +792,17 @@ def configs(draw, family: str, end: int) -> dict:
 
 @st.composite
 def drafters(draw, block_size: int) -> dict:
-    """Overrides of the drafter's config: a list of tokens to draft from, a window, and order inside the block."""
+    """Overrides of the drafter's config: a list of tokens to draft from, a window, order inside the block, parts of DFlash 2."""
     listed = draw(st.sampled_from([None, None, 1, 20, VOCAB - 1]))
-    listed = {} if listed is None else {"draft_vocab_size": listed}
-    if not draw(st.booleans()):
-        return listed
-    window = {"layer_types": ["sliding_attention"], "sliding_window": draw(st.integers(2, 8))}
-    return listed | window | {"block_causal": [draw(st.booleans())]}
+    fields = {} if listed is None else {"draft_vocab_size": listed}
+    if draw(st.booleans()):
+        fields |= {"layer_types": ["sliding_attention"], "sliding_window": draw(st.integers(2, 8))}
+        fields |= {"block_causal": [draw(st.booleans())]}
+    if draw(st.integers(0, 2)) == 2:
+        fields |= {"conv_kernel_size": draw(st.integers(1, 3)), "conv_group_size": draw(st.sampled_from([1, 4]))}
+    if draw(st.integers(0, 2)) == 2:
+        fields |= {"selector_rank": 4, "selector_top_k": draw(st.sampled_from([1, 4, 16]))}
+    return fields
 
 
 @st.composite
