@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The suite runs on one core per worker: two torch processes with all threads each only get in each other's way.
 WORKERS ?= 2
 
-.PHONY: demo app space test test-oldest test-slow fuzz browser screenshots lint peers clean
+.PHONY: demo app space test test-oldest versions test-slow fuzz browser screenshots lint peers clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -39,6 +39,10 @@ test-oldest: .venv-oldest/.test
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n $(WORKERS) -m "not slow and not peers and not browser" \
 		tests/hub/test_configuration_dflash.py tests/hub/test_modeling_dflash.py tests/hub/test_generation_dflash.py \
 		tests/hub/test_decode_choice.py tests/hub/test_native_route.py tests/hub/test_remote_code.py tests/hub/test_families.py tests/convert/test_adopting.py
+
+# Both ends of the supported versions, and older ones that must be refused: needs python3.11 and python3.13.
+versions:
+	$(PYTHON) tests/helpers/versions.py
 
 peers: $(VENV)/.test $(VENV)/.demo .venv-peers/.zlab .venv-speculators/.speculators .venv-engines/.files
 	$(BIN)/python -m pytest -m peers
@@ -102,4 +106,4 @@ $(VENV)/.quant: $(VENV)/.base
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-peers .venv-speculators .venv-engines *.egg-info
+	rm -rf .venv .venv-oldest .venv-peers .venv-speculators .venv-engines .venv-versions *.egg-info

@@ -2,6 +2,26 @@
 
 import math
 
+import transformers
+
+NEEDED = (5, 17)
+
+
+def check_version(found: str):
+    """Refuse a transformers that lacks what the Hub modules import.
+
+    Raises:
+        ImportError: names the version found and the one needed.
+    """
+    if tuple(int(part) for part in found.split(".")[:2]) < NEEDED:
+        raise ImportError(
+            f"DFlash drafters need transformers {'.'.join(map(str, NEEDED))} or newer, this is {found}: pip install -U transformers."
+        )
+
+
+# The loader of `trust_remote_code` comes here first, whatever it loads: older versions lack names that later modules import.
+check_version(transformers.__version__)
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 # RoPE whose frequencies do not depend on the length of a forward pass: keys in the KV cache stay valid for good.

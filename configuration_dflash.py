@@ -6,7 +6,7 @@ a wrong target layer, RoPE base or mask token would load without a word and only
 
 import difflib
 
-from transformers import PreTrainedConfig
+import transformers
 from transformers.activations import ACT2FN
 
 from .configuration_checks import (
@@ -32,7 +32,7 @@ from .configuration_zlab import ARCHITECTURES, ZlabReader
 FORMAT_VERSION = 1
 
 
-class DFlashConfig(PreTrainedConfig):
+class DFlashConfig(transformers.PreTrainedConfig):
     """Everything that defines a DFlash drafter. There is no default for what depends on the target.
 
     Args:
@@ -137,7 +137,10 @@ class DFlashConfig(PreTrainedConfig):
             )
         for name in kwargs:
             meant = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.85)
-            require(not meant or hasattr(PreTrainedConfig, name), f"unknown field `{name}`; did you mean {meant}?")
+            require(
+                not meant or hasattr(transformers.PreTrainedConfig, name),
+                f"unknown field `{name}`; did you mean {meant}?",
+            )
         self.rope_parameters = checked_rope(self.rope_parameters)
         super().__post_init__(**kwargs)
         self._check()

@@ -211,3 +211,27 @@ def test_custom_generate_file_is_the_function_in_the_code():
     from dflash_hub.hub_files import custom_generate_source
 
     assert (ROOT / "custom_generate" / "generate.py").read_text() == custom_generate_source()
+
+
+def test_an_older_transformers_is_refused_in_one_sentence(drafter_folder, tmp_path):
+    """By what the loader comes to first: real older versions lack names that later modules import (`make versions`)."""
+    script = f"""
+import transformers
+for transformers.__version__ in ("4.57.6", "5.0.0", "5.10.2", "5.16.0.dev0"):
+    for auto in (AutoModel, AutoConfig):
+        try:
+            auto.from_pretrained({str(drafter_folder)!r}, trust_remote_code=True)
+        except ImportError as error:
+            print(error)
+print([name for name in sys.modules if name.endswith(("modeling_dflash", "generation_dflash"))])
+"""
+    *said, modules = run(script, tmp_path).splitlines()
+    assert (
+        said[::2]
+        == said[1::2]
+        == [
+            f"DFlash drafters need transformers 5.17 or newer, this is {found}: pip install -U transformers."
+            for found in ("4.57.6", "5.0.0", "5.10.2", "5.16.0.dev0")
+        ]
+    )
+    assert modules == "[]"
