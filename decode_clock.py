@@ -7,10 +7,10 @@ import torch
 
 
 class RoundClock:
-    """Splits the time from one round's synchronisation to the next into the drafter's and the rest.
+    """Splits the time from one round's synchronization to the next into the drafter's and the rest.
 
-    On a GPU the drafter's share is between two events, which are complete once the round has synchronised; no further
-    synchronisation is made.
+    On a GPU the drafter's share is between two events, which are complete once the round has synchronized; no further
+    synchronization is made.
 
     Args:
         device: of the drafter.
@@ -23,7 +23,7 @@ class RoundClock:
         self.last = 0.0
 
     def start(self):
-        """Right after a synchronisation: the first round begins."""
+        """Right after a synchronization: the first round begins."""
         self.last = time.perf_counter()
 
     @contextmanager
@@ -45,7 +45,7 @@ class RoundClock:
             self.marks.append(time.perf_counter())
 
     def stop(self) -> tuple[float, float]:
-        """Right after the round's synchronisation: (seconds of the round less the drafter's, the drafter's)."""
+        """Right after the round's synchronization: (seconds of the round less the drafter's, the drafter's)."""
         now, drafter = time.perf_counter(), 0.0
         if self.marks:
             start, end = self.marks

@@ -1,4 +1,4 @@
-"""What a call of `generate` may ask for beside a DFlash drafter: honoured as in plain `generate`, or refused by name.
+"""What a call of `generate` may ask for beside a DFlash drafter: supported as in plain `generate`, or refused by name.
 
 `docs/generate.md` lists every argument and every field with its reason; a test holds the two together, and fails when a
 new transformers adds one that is in neither list.
@@ -20,7 +20,7 @@ from .target_model import CACHE
 from .target_ranks import TENSOR_PARALLELISM, sharding
 
 # Fields of GenerationConfig that ask for another way of decoding, with the values that ask for nothing.
-REFUSED_FIELDS = {
+UNSUPPORTED_FIELDS = {
     "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
     "constraints": (None,),
@@ -35,14 +35,14 @@ REFUSED_FIELDS = {
     "is_assistant": (None, False),
     "speculation_type": (None,),
 }
-REFUSED_VALUES = {"cache_implementation": ("paged",)}
-REFUSED_ARGUMENTS = ("custom_generate", "synced_gpus")
+UNSUPPORTED_VALUES = {"cache_implementation": ("paged",)}
+UNSUPPORTED_ARGUMENTS = ("custom_generate", "synced_gpus")
 
-HONOURED_ARGUMENTS = {
+SUPPORTED_ARGUMENTS = {
     "inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",
     "assistant_model", "assistant_tokenizer", "streamer", "negative_prompt_ids", "negative_prompt_attention_mask", "kwargs",
 }  # fmt: skip
-HONOURED_FIELDS = {
+SUPPORTED_FIELDS = {
     "max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings", "do_sample",
     "cache_implementation", "cache_config", "max_cache_len", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p",
     "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size",
@@ -54,7 +54,7 @@ HONOURED_FIELDS = {
     "disable_compile",
 }  # fmt: skip
 # Of other ways of decoding, which are refused or not asked for: without effect, as in plain `generate`.
-IDLE_FIELDS = {
+IGNORED_FIELDS = {
     "early_stopping", "length_penalty", "diversity_penalty", "low_memory", "decoder_start_token_id",
     "num_assistant_tokens_schedule", "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind",
     "target_lookbehind", "continuous_batching_config",
@@ -75,8 +75,8 @@ def resolve_generation_config(target, generate, call: dict) -> tuple[GenerationC
 
 
 def refuse_unsupported(target: PreTrainedModel, resolved: GenerationConfig, model_kwargs: dict, call: dict):
-    """Raise a ValueError that names what cannot be honoured, before anything is generated."""
-    for name in REFUSED_ARGUMENTS:
+    """Raise a ValueError that names what cannot be supported, before anything is generated."""
+    for name in UNSUPPORTED_ARGUMENTS:
         if call.get(name) is not None and call[name] is not False:
             raise ValueError(f"`{name}` is not supported together with a DFlash drafter as `assistant_model`.")
     theirs, own = call.get("assistant_tokenizer"), call.get("tokenizer")
@@ -94,13 +94,13 @@ def refuse_unsupported(target: PreTrainedModel, resolved: GenerationConfig, mode
             "(`tp_plan`); or call `generate` without `assistant_model`."
         )
     for name, value in resolved.to_dict().items():
-        neutral = REFUSED_FIELDS.get(name)
-        if (neutral is not None and value not in neutral) or value in REFUSED_VALUES.get(name, ()):
+        neutral = UNSUPPORTED_FIELDS.get(name)
+        if (neutral is not None and value not in neutral) or value in UNSUPPORTED_VALUES.get(name, ()):
             raise ValueError(
                 f"`{name}={value!r}` is not supported together with a DFlash drafter. Leave it unset, or call "
                 "`generate` without `assistant_model`."
             )
-        known = neutral is not None or name in HONOURED_FIELDS or name in IDLE_FIELDS
+        known = neutral is not None or name in SUPPORTED_FIELDS or name in IGNORED_FIELDS
         if not known and not name.startswith("_") and name != "transformers_version" and value is not None:
             raise ValueError(
                 f"this drafter's code does not know the setting `{name}={value!r}` of a newer transformers, and cannot say "

@@ -54,7 +54,7 @@ def install_generate_hook(adopter=None):
     """Make `target.generate(..., assistant_model=drafter)` use our loop; every other call stays as it was.
 
     A process can hold several copies of this code (remote code, an installed package). The first one installs; the
-    drafter is recognised by its config's `model_type` and answers for itself, with its own copy.
+    drafter is recognized by its config's `model_type` and answers for itself, with its own copy.
 
     Args:
         adopter: `adopter.recognizes(assistant)` says by the config whether a foreign object is a drafter, and

@@ -276,9 +276,9 @@ class _StaticWindow(_Croppable):
 
 
 class _Quantized(_Croppable):
-    """Recent keys are kept as they are until there are enough to quantise; a pass never crosses that point.
+    """Recent keys are kept as they are until there are enough to quantize; a pass never crosses that point.
 
-    So what is quantised, and when, is what single-token decoding quantises.
+    So what is quantized, and when, is what single-token decoding quantizes.
     """
 
     def __init__(self, layer):
@@ -296,7 +296,7 @@ class _Quantized(_Croppable):
 
 
 class _Fp8(_Croppable):
-    """Every key is quantised by itself, with a scale that the prompt fixed."""
+    """Every key is quantized by itself, with a scale that the prompt fixed."""
 
     def __init__(self, layer):
         self.layer = layer

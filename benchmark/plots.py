@@ -1,4 +1,4 @@
-"""PNG plots of a benchmark folder: speed-up by set, acceptance by slot, where a call's time goes, speed-up by context and rows."""
+"""PNG plots of a benchmark folder: speedup by set, acceptance by slot, where a call's time goes, speedup by context and rows."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -38,7 +38,7 @@ def _speedup_by_set(path: Path, rows: list[dict]):
         axes.bar(at, [v for v, _, _ in values], width, yerr=spread, capsize=2, label=method)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(sets)), sets)
-    axes.set_ylabel("speed-up over plain generate (95% interval)")
+    axes.set_ylabel("speedup over plain generate (95% interval)")
     axes.legend()
     _save(figure, path)
 
@@ -95,7 +95,7 @@ def _speedup_by_context(path: Path, records: list[dict]):
         axes.scatter(*zip(*values), s=14, alpha=0.7, label=method)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xlabel("tokens of the prompt")
-    axes.set_ylabel("speed-up over plain generate")
+    axes.set_ylabel("speedup over plain generate")
     axes.legend()
     _save(figure, path)
 
@@ -110,6 +110,6 @@ def _speedup_by_rows(path: Path, batches: list[dict]):
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("rows")
-    axes.set_ylabel("speed-up over plain generate")
+    axes.set_ylabel("speedup over plain generate")
     axes.legend(fontsize=7)
     _save(figure, path)

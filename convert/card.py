@@ -24,7 +24,7 @@ LOAD = ', trust_remote_code=True, dtype="auto", device_map="auto")'
 INSIDE = "  # from inside this folder"
 UNMEASURED = "Acceptance and speed: not measured. `dflash-hub bench` measures them, `dflash-hub card` adds them."
 DEFINITIONS = (
-    "tau: tokens that a round adds to the text, the target's own token included. Speed-up: seconds of plain `generate` over "
+    "tau: tokens that a round adds to the text, the target's own token included. Speedup: seconds of plain `generate` over "
     "seconds of the method. In brackets: 95% interval over prompts."
 )
 YOURS = "<!-- What stands below this line is kept when the card is written again. -->"
@@ -322,7 +322,7 @@ def _summary(settings: dict, provenance: dict, rows: list[dict]) -> list[str]:
     return [
         f"Target `{settings['target']}`, drafter `{settings['drafter']}`, {settings['dtype'].removeprefix('torch.')}, "
         f"batch 1, thinking {thinking}, `{json.dumps(settings['generation'])}`",
-        table(("set", "method", "texts", "tau", "tokens/s", "speed-up", "same text"), cells),
+        table(("set", "method", "texts", "tau", "tokens/s", "speedup", "same text"), cells),
         f"`{provenance['command']}`\n\n{_provenance(provenance)}",
     ]
 

@@ -51,7 +51,7 @@ KNOWN = {
 }  # fmt: skip
 
 
-def recognises(config: dict) -> bool:
+def recognizes(config: dict) -> bool:
     return "general.architecture" in config
 
 
@@ -67,7 +67,7 @@ def read(metadata: dict, facts) -> dict:
     prefix = f"{ARCHITECTURE}."
     said = {name.removeprefix(prefix): value for name, value in metadata.items() if name.startswith(prefix)}
     if unknown := sorted(set(said) - KNOWN):
-        raise ValueError(f"the file states {unknown}, which this version does not know how to honour.")
+        raise ValueError(f"the file states {unknown}, which this version does not know how to honor.")
     required = [*NUMBERS, "rope.freq_base", "target_layers"]
     if missing := [name for name in required if said.get(name) is None]:
         raise ValueError(f"the file does not state {[prefix + name for name in missing]}.")

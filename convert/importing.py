@@ -21,7 +21,7 @@ class Imported:
     """What an import did, or with `dry_run` would do.
 
     Attributes:
-        title: the format that was recognised.
+        title: the format that was recognized.
         lines: of each tensor of the file, what became of it.
     """
 

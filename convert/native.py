@@ -16,7 +16,7 @@ CARRIED = (
 ).split()
 
 
-def recognises(config: dict) -> bool:
+def recognizes(config: dict) -> bool:
     return config.get("model_type") == MODEL_TYPE
 
 

@@ -24,7 +24,7 @@ class Layout:
     """A format: how it is told from others, and both directions of its config."""
 
     title: str
-    recognises: Callable[[dict], bool]
+    recognizes: Callable[[dict], bool]
     read: Callable[[dict, "Target"], dict]
     inexpressible: Callable[[DFlashConfig], list[str]]
     write: Callable[[DFlashConfig, "Target"], dict]
@@ -34,7 +34,7 @@ class Layout:
 
 def _layout(title: str, module, needs_target: bool) -> Layout:
     return Layout(
-        title, module.recognises, module.read, module.inexpressible, module.write, module.NOT_CARRIED, needs_target
+        title, module.recognizes, module.read, module.inexpressible, module.write, module.NOT_CARRIED, needs_target
     )
 
 
@@ -86,7 +86,7 @@ def read_drafter(
     config_file: str | None = None,
     allow_pickle: bool = False,
 ) -> Drafter:
-    """Recognise a checkpoint, and find every tensor of its drafter.
+    """Recognize a checkpoint, and find every tensor of its drafter.
 
     Args:
         target: the model that it was made for, where the file does not name it.
@@ -104,7 +104,7 @@ def read_drafter(
             raise ValueError(
                 f"{source!r} states {layers} layers, but its files hold {len(checkpoint.tensors)} tensors."
             )
-    layout = recognise(config, source)
+    layout = recognize(config, source)
     facts = stated = None
     target = None if target is None else TargetSource.of(target)
     if layout != OURS and LAYOUTS[layout].needs_target:
@@ -152,12 +152,12 @@ def nonfinite_weights(drafter: Drafter) -> list[str]:
     return [tensor.name for tensor in tensors if not all(bool(piece.isfinite().all()) for piece in tensor.pieces())]
 
 
-def recognise(config: dict, source: str) -> str:
+def recognize(config: dict, source: str) -> str:
     """The layout of a config.json."""
     if config.get("model_type") == "dflash" and "dflash_config" not in config:
         return OURS
     for name, layout in LAYOUTS.items():
-        if layout.recognises(config):
+        if layout.recognizes(config):
             return name
     raise ValueError(
         f"{source!r} is of no format that is known: model_type {config.get('model_type')!r}, architectures "

@@ -21,7 +21,7 @@ KNOWN = {
 }  # fmt: skip
 
 
-def recognises(config: dict) -> bool:
+def recognizes(config: dict) -> bool:
     return "speculators_model_type" in config
 
 
@@ -51,7 +51,7 @@ def read(config: dict, facts) -> dict:
         name for name in set(config) - KNOWN if config[name] not in (None, False, [], {}) and not name.startswith("_")
     )
     if unknown:
-        raise ValueError(f"config.json holds {unknown}, which this version does not know how to honour.")
+        raise ValueError(f"config.json holds {unknown}, which this version does not know how to honor.")
     decoder = config.get("transformer_layer_config")
     if not isinstance(decoder, dict):
         raise ValueError("config.json has no `transformer_layer_config`.")

@@ -29,7 +29,7 @@ SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_s
 DRAFTING = ("block_size", "mask_token_id", "target_layer_ids")
 
 
-def recognises(config: dict) -> bool:
+def recognizes(config: dict) -> bool:
     # Also the class names of drafters that are refused: their config says by which part.
     return "dflash_config" in config or "DFlash" in str(config.get("architectures"))
 

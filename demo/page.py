@@ -1,4 +1,4 @@
-"""HTML of the app's stage: two lanes, what they wrote, and the rounds. Colours follow Gradio's light and dark themes."""
+"""HTML of the app's stage: two lanes, what they wrote, and the rounds. Colors follow Gradio's light and dark themes."""
 
 from html import escape
 
@@ -120,7 +120,7 @@ def _lane(name: str, lane: Lane, limit: int, css: str, ended: bool, rounds: str)
 
 
 def text_html(parts: list[tuple[str, bool]]) -> str:
-    """The text with accepted drafted tokens marked; neighbours of one kind share a mark."""
+    """The text with accepted drafted tokens marked; neighbors of one kind share a mark."""
     html, marked = "", False
     for text, drafted in parts:
         if drafted != marked:

@@ -155,7 +155,7 @@ class DraftedText:
 
 
 def _joined(parts: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Neighbours of one kind together, without empty ones."""
+    """Neighbors of one kind together, without empty ones."""
     groups = itertools.groupby((part for part in parts if part[0]), key=lambda part: part[1])
     return [("".join(text for text, _ in group), drafted) for drafted, group in groups]
 

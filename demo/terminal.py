@@ -32,7 +32,7 @@ def run(
     seed: int,
     dtype: str,
 ):
-    """Stream each prompt's text with accepted drafted tokens coloured, then show what the drafter saved.
+    """Stream each prompt's text with accepted drafted tokens colored, then show what the drafter saved.
 
     Raises:
         ValueError: an unknown dtype, a pair that does not fit, an empty prompt, or one that leaves the target no position.
@@ -49,9 +49,9 @@ def run(
         f"target:  {pair.source}\ndrafter: {pair.drafter_path}\n"
         f"{dtype} on {pair.device}, transformers {transformers.__version__}"
     )
-    console.print(Text("accepted drafted tokens", DRAFTED), "have this colour; the others the target chose itself\n")
+    console.print(Text("accepted drafted tokens", DRAFTED), "have this color; the others the target chose itself\n")
 
-    table = Table("#", "tokens", "target passes", "tau", "seconds", "plain s", "speed-up", "same text")
+    table = Table("#", "tokens", "target passes", "tau", "seconds", "plain s", "speedup", "same text")
     encoded = [pair.encode([{"role": "user", "content": prompt}]) for prompt in prompts]
     settings = [pair.fitting({"max_new_tokens": max_new_tokens} | sampling, inputs) for inputs in encoded]
     for number, (prompt, inputs, call) in enumerate(zip(prompts, encoded, settings), start=1):
@@ -61,7 +61,7 @@ def run(
         model.generate(**inputs, **warm_up, assistant_model=draft_model)
 
         console.print(Text(f"{number}. {prompt}", "bold"))
-        streamer = DraftStreamer(pair.tokenizer, coloured(console))
+        streamer = DraftStreamer(pair.tokenizer, colored(console))
         torch.manual_seed(seed)
         output, seconds = _timed(model, inputs, call, assistant_model=draft_model, streamer=streamer)
         speculation = draft_model.last_speculation
@@ -86,8 +86,8 @@ def run(
         console.print("Sampled texts have the same distribution with and without a drafter, but other random numbers.")
 
 
-def coloured(console: Console):
-    """What shows a part of the text in the colour of who chose it."""
+def colored(console: Console):
+    """What shows a part of the text in the color of who chose it."""
 
     def show(text: str, drafted: bool):
         console.print(Text(text, DRAFTED if drafted else ""), end="", soft_wrap=True)

@@ -18,10 +18,10 @@ WIDTH, HEIGHT = 1.0, 0.62  # of a token's box
 STEP = 1.1
 
 
-def box(axes, x, y, text, face, edge, dashed=False, colour=INK):
+def box(axes, x, y, text, face, edge, dashed=False, color=INK):
     style = {"boxstyle": "round,pad=0,rounding_size=0.12", "linewidth": 1.4, "linestyle": "--" if dashed else "-"}
     axes.add_patch(FancyBboxPatch((x, y), WIDTH, HEIGHT, facecolor=face, edgecolor=edge, **style))
-    axes.text(x + WIDTH / 2, y + HEIGHT / 2 - 0.02, text, ha="center", va="center", fontsize=11, color=colour)
+    axes.text(x + WIDTH / 2, y + HEIGHT / 2 - 0.02, text, ha="center", va="center", fontsize=11, color=color)
 
 
 def bar(axes, x, y, width, text, face):
@@ -69,7 +69,7 @@ def draw(path: Path):
     )
     box(axes, left - STEP, 4.95, "So", OWN, OWN_EDGE)
     for i in range(5):
-        box(axes, left + i * STEP, 4.95, "mask", PAPER, OWN_EDGE, dashed=True, colour=QUIET)
+        box(axes, left + i * STEP, 4.95, "mask", PAPER, OWN_EDGE, dashed=True, color=QUIET)
     bar(axes, left - STEP, 4.2, 5 * STEP + WIDTH, "drafter: one pass", KEPT_EDGE)
     drafts = ["she", "freezes", "4", "loaves", "."]
     for i, word in enumerate(drafts):

@@ -10,7 +10,7 @@ import yaml
 from dflash_hub import DFlashConfig, DFlashDraftModel
 from dflash_hub.benchmark.bench import read_records
 from dflash_hub.benchmark.report import write_report
-from dflash_hub.benchmark.rows import summarise_rows
+from dflash_hub.benchmark.rows import summarize_rows
 from dflash_hub.cli.app import app
 from dflash_hub.training.options import TrainOptions, with_new_names
 from dflash_hub.training.record import longest_trained
@@ -59,7 +59,7 @@ def test_a_training_record():
 
 def test_rows_of_a_benchmark(tmp_path):
     assert [record["method"] for record in read_records(EARLIER / "bench")] == ["baseline", "ours"] * 2
-    of_ours = [entry for entry in summarise_rows(EARLIER / "bench") if entry["method"] == "ours"]
+    of_ours = [entry for entry in summarize_rows(EARLIER / "bench") if entry["method"] == "ours"]
     assert of_ours[0]["speedup"] == pytest.approx(0.158784 / 0.210642, rel=1e-3)
     shutil.copytree(EARLIER / "bench", tmp_path / "bench")
     report = write_report(tmp_path / "bench", None)

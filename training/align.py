@@ -1,4 +1,4 @@
-"""`dflash-hub align`: the target changed (fine-tuned, quantised, a LoRA merged), the drafter follows.
+"""`dflash-hub align`: the target changed (fine-tuned, quantized, a LoRA merged), the drafter follows.
 
 One folder, one command, safe to interrupt: the new target answers prompts (`answers/`), the drafter is fine-tuned on
 them with some of its old data (`run/`), and the better of old and new drafter ends in `drafter/`, with a report.

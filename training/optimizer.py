@@ -4,7 +4,7 @@ import torch
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon orthogonalises the momentum of a matrix, so all directions of it learn alike (torch.optim.Muon; Jordan et al.).
+    """Muon orthogonalizes the momentum of a matrix, so all directions of it learn alike (torch.optim.Muon; Jordan et al.).
 
     Its steps are scaled to the size of AdamW's, so one learning rate serves both.
 

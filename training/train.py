@@ -641,8 +641,8 @@ def describe(run: Run) -> str:
 
 
 def show_sample(row: dict, tokenizer):
-    """One row as it is trained on, the end of its prompt and the start of its answer: the loss falls on the coloured part."""
-    text = Text("a row, in colour what the loss falls on: ")
+    """One row as it is trained on, the end of its prompt and the start of its answer: the loss falls on the colored part."""
+    text = Text("a row, in color what the loss falls on: ")
     text.append(repr(tokenizer.decode(row["prompt_ids"][-24:]))[1:-1], style="dim")
     text.append(repr(tokenizer.decode(row["answer_ids"][:24]))[1:-1], style="bold green")
     Console().print(text)

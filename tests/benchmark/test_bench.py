@@ -345,7 +345,7 @@ OURS = [
 
 
 def test_figures_follow_from_records(tmp_path):
-    rows = {row["method"]: row for row in report.summarise(folder_of(tmp_path / "r", PLAIN + OURS))}
+    rows = {row["method"]: row for row in report.summarize(folder_of(tmp_path / "r", PLAIN + OURS))}
     ours = rows["ours"]
     assert ours["tau"][0] == pytest.approx(16 / 5) and ours["tau"][1] <= 16 / 5 <= ours["tau"][2]
     assert ours["speedup"] == (2.0, 2.0, 2.0) and ours["tokens_per_second"] == pytest.approx(18 / 4)
@@ -358,7 +358,7 @@ def test_turns_of_one_prompt_are_drawn_together(tmp_path):
     """Two turns of a prompt are no two prompts: drawn apart they would make the interval too narrow."""
     turns = [record("ours", row_id, [length] * 8, 1.0) | {"turn": turn}
              for row_id, length in (("a", 2), ("b", 3), ("c", 4), ("d", 5)) for turn in (0, 1)]  # fmt: skip
-    (row,) = report.summarise(folder_of(tmp_path / "r", turns))
+    (row,) = report.summarize(folder_of(tmp_path / "r", turns))
     firsts = [r for r in turns if r["turn"] == 0]
     assert row["tau"] == tables.bootstrap(firsts, report.tau_of)
     apart = tables.bootstrap(turns, report.tau_of)
@@ -664,7 +664,7 @@ def test_acceptance_where_an_engine_says_it_otherwise_or_not_at_all():
 
 def test_batches_are_measured_beside_plain_ones(models):
     from dflash_hub.benchmark.report import write_report
-    from dflash_hub.benchmark.rows import measure_rows, read_rows, summarise_rows
+    from dflash_hub.benchmark.rows import measure_rows, read_rows, summarize_rows
     from dflash_hub.common.prompts import load_prompts
 
     output = models / "rows"
@@ -681,7 +681,7 @@ def test_batches_are_measured_beside_plain_ones(models):
     ]
     measure_rows(*arguments)
     assert read_rows(output) == records
-    for entry in summarise_rows(output):
+    for entry in summarize_rows(output):
         assert entry["same"] == entry["compared"] == entry["rows"] * entry["batches"]
         assert (entry["tau"] is None) == (entry["method"] == "baseline")
     assert "| 4 | 1 |" in write_report(output) and (output / "rows.png").stat().st_size > 1000

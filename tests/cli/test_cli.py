@@ -147,13 +147,13 @@ def test_the_streamer_prints_everything_once(smollm2_path):
     import torch
     from dflash_hub.decode_statistics import Speculation
     from dflash_hub.demo.pair import DraftStreamer
-    from dflash_hub.demo.terminal import DRAFTED, coloured
+    from dflash_hub.demo.terminal import DRAFTED, colored
     from rich.console import Console
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2_path)
     console = Console(record=True, width=200, highlight=False, force_terminal=True)
-    streamer = DraftStreamer(tokenizer, coloured(console))
+    streamer = DraftStreamer(tokenizer, colored(console))
     ids = tokenizer("Thé 日本 is 42 years old 🙂, isn't it?").input_ids
     streamer.put(torch.tensor([[1, 2, 3]]))
     for piece in (ids[:1], ids[1:4], ids[4:9], ids[9:]):

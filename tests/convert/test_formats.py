@@ -1,4 +1,4 @@
-"""Every ecosystem in and out: recognised, carried bit for bit, or refused by name."""
+"""Every ecosystem in and out: recognized, carried bit for bit, or refused by name."""
 
 import json
 import re

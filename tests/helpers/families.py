@@ -197,7 +197,7 @@ def caches(name: str, target) -> dict:
         "passed dynamic": lambda: DynamicCache(config=config),
         "passed without a config": lambda: DynamicCache(),
         "passed static": lambda: StaticCache(config=config, max_cache_len=64),
-        "quantised": lambda: Cache(layers=[RoundedLayer() for _ in range(config.num_hidden_layers)]),
+        "quantized": lambda: Cache(layers=[RoundedLayer() for _ in range(config.num_hidden_layers)]),
         "fp8": lambda: Cache(
             layers=[transformers.cache_utils.Fp8QuantizedLayer() for _ in range(config.num_hidden_layers)]
         ),

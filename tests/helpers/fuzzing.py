@@ -212,7 +212,7 @@ class Streamer(_Observer):
         self.log.append((type(self).__name__, "end"))
 
 
-ROUNDING = ("quantised", "fp8")
+ROUNDING = ("quantized", "fp8")
 MODULES = ("head", "drafter", "target", "layer")
 PROCESSORS = {p.__name__: p for p in (NotingProcessor, CountingProcessor, InPlaceProcessor, BatchProcessor)}
 CRITERIA = {c.__name__: c for c in (NotingCriterion, SequenceCriterion, EndOfTextCriterion)}

@@ -22,7 +22,7 @@ SELECTOR = {"selector_rank": 4, "selector_top_k": 6}
 
 
 def tiny_target(family: str, seed: int = 0, **overrides):
-    """A random causal LM in float32; initialised widely, so that its greedy text varies and has no near ties."""
+    """A random causal LM in float32; initialized widely, so that its greedy text varies and has no near ties."""
     size = {
         "vocab_size": VOCAB,
         "hidden_size": 32,

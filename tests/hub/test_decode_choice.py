@@ -72,7 +72,7 @@ def test_noise_depends_on_seed_and_position_only():
         assert torch.equal(pieces.at(position, looked_at, 11), whole[position - 3 : position - 3 + looked_at])
         position += emitted
     assert not torch.equal(GumbelNoise(8, 3, 20, torch.device("cpu")).at(3, 20, 11), whole)
-    # Positions and neighbouring seeds are independent: no correlation beyond chance.
+    # Positions and neighboring seeds are independent: no correlation beyond chance.
     a, b = (GumbelNoise(seed, 0, 500, torch.device("cpu")).at(0, 500, 40).flatten() for seed in (1, 2))
     assert torch.corrcoef(torch.stack([a, b]))[0, 1].abs() < 0.03
     assert torch.corrcoef(torch.stack([a[:-40], a[40:]]))[0, 1].abs() < 0.03

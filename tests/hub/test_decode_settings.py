@@ -8,11 +8,11 @@ import torch
 import transformers
 from dflash_hub import decode_settings
 from dflash_hub.decode_settings import (
-    HONOURED_ARGUMENTS,
-    HONOURED_FIELDS,
-    IDLE_FIELDS,
-    REFUSED_ARGUMENTS,
-    REFUSED_FIELDS,
+    IGNORED_FIELDS,
+    SUPPORTED_ARGUMENTS,
+    SUPPORTED_FIELDS,
+    UNSUPPORTED_ARGUMENTS,
+    UNSUPPORTED_FIELDS,
 )
 from helpers.scripted import scripted
 from helpers.tiny import DRAFTERS, ROOT, VOCAB, prompt_of, tiny_drafter, tiny_target
@@ -31,25 +31,25 @@ def fields() -> set[str]:
 
 def test_every_field_is_classified():
     """Fails when a new transformers adds a field: decide what it does beside a drafter, and add it to code and table."""
-    assert fields() <= HONOURED_FIELDS | IDLE_FIELDS | set(REFUSED_FIELDS)
+    assert fields() <= SUPPORTED_FIELDS | IGNORED_FIELDS | set(UNSUPPORTED_FIELDS)
     arguments = set(inspect.signature(GenerationMixin.generate).parameters) - {"self"}
-    assert arguments <= HONOURED_ARGUMENTS | set(REFUSED_ARGUMENTS)
+    assert arguments <= SUPPORTED_ARGUMENTS | set(UNSUPPORTED_ARGUMENTS)
 
 
 def test_the_table_is_the_code():
-    groups = {"supported": HONOURED_FIELDS, "raises": set(REFUSED_FIELDS), "ignored": IDLE_FIELDS}
+    groups = {"supported": SUPPORTED_FIELDS, "raises": set(UNSUPPORTED_FIELDS), "ignored": IGNORED_FIELDS}
     assert rows("Fields of GenerationConfig") == {name: group for group, names in groups.items() for name in names}
-    groups = {"supported": HONOURED_ARGUMENTS, "raises": set(REFUSED_ARGUMENTS)}
+    groups = {"supported": SUPPORTED_ARGUMENTS, "raises": set(UNSUPPORTED_ARGUMENTS)}
     assert rows("Arguments") == {name: group for group, names in groups.items() for name in names}
 
 
 def test_an_unknown_setting_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(decode_settings, "HONOURED_FIELDS", HONOURED_FIELDS - {"top_h"})
+    monkeypatch.setattr(decode_settings, "SUPPORTED_FIELDS", SUPPORTED_FIELDS - {"top_h"})
     with pytest.raises(ValueError, match="does not know the setting `top_h=0.5`"):
         tiny_target("llama").generate(prompt_of(5), assistant_model=tiny_drafter(), do_sample=True, top_h=0.5)
 
 
-# A value that does something, for every honoured field that has a test of its own nowhere else. Greedy, one row.
+# A value that does something, for every supported field that has a test of its own nowhere else. Greedy, one row.
 VALUES = {
     "max_length": 25, "max_new_tokens": 15, "min_length": 20, "min_new_tokens": 9, "max_time": 600.0,
     "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "top_h": 0.5, "typical_p": 0.5, "epsilon_cutoff": 1e-3,
@@ -73,7 +73,7 @@ ELSEWHERE = {
 
 
 def test_every_honoured_and_idle_field_has_a_value_to_try():
-    assert VALUES.keys() | ELSEWHERE == HONOURED_FIELDS | IDLE_FIELDS
+    assert VALUES.keys() | ELSEWHERE == SUPPORTED_FIELDS | IGNORED_FIELDS
 
 
 @pytest.mark.parametrize("name", VALUES)

@@ -418,7 +418,7 @@ def test_pitfall_39_41_torchao_int8_weights(which):
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ("drafter", "target", "both"))
 def test_pitfall_41_bitsandbytes_4_bit_weights(which, tmp_path):
-    """Each token stays within the quantised target's own ties: its kernels round a block and a token differently."""
+    """Each token stays within the quantized target's own ties: its kernels round a block and a token differently."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: `make test-slow` installs it")
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}  # their CPU kernel wants multiples of 64
     target, drafter, ids = tiny_target("llama", **sizes), tiny_drafter(**sizes), prompt_of(10)

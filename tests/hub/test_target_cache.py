@@ -92,18 +92,18 @@ def test_a_cache_with_more_than_layers_is_refused_by_name():
 # ------------------------------------------------------------------------------------------------- kinds of caches
 
 
-KINDS = ("dynamic", "static", "passed dynamic", "passed without a config", "passed static", "quantised", "fp8")
+KINDS = ("dynamic", "static", "passed dynamic", "passed without a config", "passed static", "quantized", "fp8")
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("family", ("llama", "mistral"))
 @pytest.mark.parametrize("name", KINDS)
 def test_pitfall_22_23_kinds_of_caches(name, family, kind):
-    """Pitfalls 22, 23: static (never overrun), quantised (quantised when plain quantises), and passed objects."""
+    """Pitfalls 22, 23: static (never overrun), quantized (quantized when plain quantizes), and passed objects."""
     if name == "fp8" and not hasattr(transformers.cache_utils, "Fp8QuantizedLayer"):
         pytest.skip("this transformers has no fp8 cache")
-    if family == "mistral" and name in ("quantised", "fp8"):
-        pytest.skip("a sliding target has no quantised cache")
+    if family == "mistral" and name in ("quantized", "fp8"):
+        pytest.skip("a sliding target has no quantized cache")
     target, drafter, ids = tiny_target(family), tiny_drafter(), prompt_of(10)
     plain = greedy(target, ids, max_new_tokens=24, **caches(name, target))
     drafter = scripted(drafter, kind, plain)
@@ -124,7 +124,7 @@ def test_the_quantised_cache_matters():
     """The cache of the test above is coarse enough to change the text."""
     target, ids = tiny_target("llama"), prompt_of(10)
     assert not torch.equal(
-        greedy(target, ids, max_new_tokens=24, **caches("quantised", target)), greedy(target, ids, max_new_tokens=24)
+        greedy(target, ids, max_new_tokens=24, **caches("quantized", target)), greedy(target, ids, max_new_tokens=24)
     )
 
 

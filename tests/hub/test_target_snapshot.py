@@ -63,7 +63,7 @@ def greedy(target, ids, **kwargs):
 
 def pair_and_cache(name: str):
     """(target, drafter, what makes an empty cache of a kind)."""
-    if name in ("passed dynamic", "passed without a config", "passed static", "quantised", "fp8"):
+    if name in ("passed dynamic", "passed without a config", "passed static", "quantized", "fp8"):
         if name == "fp8" and not hasattr(cache_utils, "Fp8QuantizedLayer"):
             pytest.skip("this transformers has no fp8 cache")
         target = tiny_target("llama")
@@ -75,7 +75,7 @@ def pair_and_cache(name: str):
 
 
 KINDS = (
-    "passed dynamic", "passed without a config", "passed static", "quantised", "fp8", "dynamic mistral", "static mistral",
+    "passed dynamic", "passed without a config", "passed static", "quantized", "fp8", "dynamic mistral", "static mistral",
     "dynamic qwen3_5", "dynamic lfm2", "dynamic falcon_h1", "static falcon_h1",
 )  # fmt: skip
 
