@@ -110,7 +110,8 @@ def init(
     layers: Annotated[int, typer.Option(min=1, help="Depth of the drafter.")] = 5,
     block_size: Annotated[int, typer.Option(min=2, help="Positions of a block: one anchor, the rest drafted.")] = 16,
     target_layers: Annotated[
-        str | None, typer.Option(help="Tapped layers, as 1,9,17. Default: five, by the paper's rule.")
+        str | None,
+        typer.Option(help="Target layers whose hidden states it reads, as 1,9,17. Default: five, by the paper's rule."),
     ] = None,
     window: Annotated[int | None, typer.Option(min=2, help="Let all layers but the last slide.")] = None,
     mask_token: Annotated[
@@ -208,7 +209,7 @@ def import_(
         typer.echo(f"- {note}")
     found = done.config
     typer.echo(
-        f"read {source}: {done.title}, {found.num_hidden_layers} layers, block {found.block_size}, taps "
+        f"read {source}: {done.title}, {found.num_hidden_layers} layers, block {found.block_size}, target layers "
         f"{found.target_layer_ids} of {found.num_target_layers}, mask token {found.mask_token_id}"
     )
     if not dry_run:
@@ -247,8 +248,8 @@ def export(
 
     original = target_source(target, target_revision, trust_remote_code)
     done = export_drafter(source, destination, to, force, original, revision, yarn, context_length, dtype)
-    for remark in done.remarks:
-        typer.echo(f"- {remark}.")
+    for warning in done.warnings:
+        typer.echo(f"- {warning}.")
     typer.echo(
         f"wrote {destination} for {done.title}; not carried, for want of a place: {', '.join(done.not_carried)}\n"
         f"next:\n{done.usage}"

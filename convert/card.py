@@ -13,8 +13,8 @@ from ..common.files import in_a_line, read_json
 from ..common.tables import interval, table
 from ..configuration_dflash import SLIDING, DFlashConfig
 from ..hub_files import CARD_MARK, write_text
-from .engines import TITLES, TYPED, export_and_serve, export_for_llamacpp, obstacles, remarks
-from .gguf_layout import inexpressible
+from .engines import TITLES, TYPED, blockers, export_and_serve, export_for_llamacpp, warnings_of
+from .gguf_layout import unsupported_fields
 from .reading import read_ours
 
 RECORD = "training_record.json"
@@ -211,12 +211,12 @@ def _engines(config: DFlashConfig, source: str) -> str:
         f"Engines read other layouts than transformers does; `dflash-hub export` writes them. {TYPED}.",
     ]
     for engine in TITLES:
-        if stopped := obstacles(engine, config):
+        if stopped := blockers(engine, config):
             parts.append(f"{TITLES[engine]}: not served. {'; '.join(stopped)}.")
             continue
         parts.append(f"{TITLES[engine]}:\n\n```bash\n{export_and_serve(engine, config, source)}\n```")
-        parts += [f"{remark}." for remark in remarks(engine, config)]
-    if stopped := inexpressible(config):
+        parts += [f"{warning}." for warning in warnings_of(engine, config)]
+    if stopped := unsupported_fields(config):
         parts.append(f"llama.cpp: not served. {'; '.join(stopped)}.")
     else:
         parts.append(
@@ -297,7 +297,7 @@ def _evaluation(record: dict) -> list[str]:
         return []
     slots = ", ".join(f"{share:.2f}" for share in evaluation["acceptance_by_slot"])
     return [
-        f"At the end of training, on {evaluation['prompts']} held-out prompts, {evaluation['max_new_tokens']} new tokens "
+        f"At the end of training, on {evaluation['prompts']} validation prompts, {evaluation['max_new_tokens']} new tokens "
         f"each, greedy: acceptance length {evaluation['acceptance_length']:.2f} tokens a round, the target's own "
         f"included; acceptance by slot {slots}. {_provenance(record['environment'])}"
     ]

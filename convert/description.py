@@ -8,7 +8,7 @@ from ..configuration_dflash import SLIDING
 from ..hub_files import custom_generate_source, nonfinite_sentence
 from .card import RECORD, attention_in_words, parts_in_words, vocabulary_in_words
 from .checkpoint import Stored
-from .engines import TITLES, export_and_serve, export_for_llamacpp, llamacpp_command, obstacles, serve_command
+from .engines import TITLES, blockers, export_and_serve, export_for_llamacpp, llamacpp_command, serve_command
 from .gguf_files import InGguf
 from .reading import LAYOUTS, OURS, Drafter, nonfinite_weights
 from .zlab import DRAFTING, architecture, scales
@@ -50,7 +50,7 @@ def describe(drafter: Drafter) -> str:
             + (", attention biases" if config.attention_bias else ""),
         ),
         ("block", f"{config.block_size}: one anchor and {config.block_size - 1} mask tokens"),
-        ("taps", f"{config.target_layer_ids} of {config.num_target_layers} layers, 0-based"),
+        ("target layers", f"{config.target_layer_ids} of {config.num_target_layers} layers, 0-based"),
         ("mask token", f"{config.mask_token_id} of {config.vocab_size} rows"),
         ("RoPE", f"{rope}; {config.max_position_embeddings} positions"),
         ("head", ", ".join(quirks) or "the target's, as it is"),
@@ -61,21 +61,21 @@ def describe(drafter: Drafter) -> str:
     parts = ["\n".join(f"{name:<{width}}  {value}" for name, value in rows)]
     command = serve_command if served_as_it_is(drafter) else export_and_serve
     for engine, title in TITLES.items():
-        stopped = obstacles(engine, config)
+        stopped = blockers(engine, config)
         parts.append(
             f"{title}: no. {'; '.join(stopped)}."
             if stopped
             else f"{title}:\n{command(engine, config, drafter.checkpoint.source)}"
         )
-    if stopped := LAYOUTS["gguf"].inexpressible(config):
+    if stopped := LAYOUTS["gguf"].unsupported_fields(config):
         parts.append(f"llama.cpp: no. {'; '.join(stopped)}.")
     else:
         command = llamacpp_command if drafter.layout == "gguf" else export_for_llamacpp
         parts.append(f"llama.cpp:\n{command(config, drafter.checkpoint.source)}")
     for name in ("speculators", "transformers"):
-        if stopped := LAYOUTS[name].inexpressible(config):
+        if stopped := LAYOUTS[name].unsupported_fields(config):
             parts.append(f"{LAYOUTS[name].title}: no. {'; '.join(stopped)}.")
-    if odd := oddities(drafter):
+    if odd := warnings_about(drafter):
         parts.append("odd:\n" + "\n".join(f"- {sentence}" for sentence in odd))
     return "\n\n".join(parts)
 
@@ -101,7 +101,7 @@ def served_as_it_is(drafter: Drafter) -> bool:
     )
 
 
-def oddities(drafter: Drafter) -> list[str]:
+def warnings_about(drafter: Drafter) -> list[str]:
     """What is allowed, and still worth a look."""
     config, found = drafter.config, []
     folder = drafter.checkpoint.folder
@@ -120,7 +120,7 @@ def oddities(drafter: Drafter) -> list[str]:
     if stated and stated != str(config.dtype).removeprefix("torch."):
         found.append(f"config.json says {stated}, the weights are {str(config.dtype).removeprefix('torch.')}")
     if config.target_layer_ids != sorted(config.target_layer_ids):
-        found.append("the taps are not in order; the context projection reads them as they are listed")
+        found.append("the target layers are not in order; the context projection reads them as they are listed")
     for name in ("bos_token_id", "pad_token_id"):
         if config.mask_token_id == getattr(config, name):
             found.append(f"the mask token is also `{name}`, which means something else in a text")

@@ -7,7 +7,7 @@ import json
 import shlex
 
 from ..configuration_dflash import DFlashConfig
-from .zlab import inexpressible, parts
+from .zlab import parts, unsupported_fields
 
 # Engines that read z-lab's layout, by the word that `dflash-hub export --to` takes.
 TITLES = {"vllm": "vLLM", "sglang": "SGLang", "zlab": "z-lab's package"}
@@ -44,12 +44,12 @@ def export_and_serve(engine: str, config: DFlashConfig, source: str) -> str:
     )
 
 
-def obstacles(engine: str, config: DFlashConfig) -> list[str]:
+def blockers(engine: str, config: DFlashConfig) -> list[str]:
     """What the engine would compute in another way than the drafter was made for: a sentence each, empty if nothing.
 
     A drafter that is served in spite of one would run, and draft badly.
     """
-    found = inexpressible(config)
+    found = unsupported_fields(config)
     if engine in ("vllm", "zlab") and len(has := parts(config)) == 2:
         name = next(iter(has))
         found.append(f"`{name}` is {has[name]} without the other part; {TITLES[engine]} reads DFlash 2 with both")
@@ -64,7 +64,7 @@ def obstacles(engine: str, config: DFlashConfig) -> list[str]:
     return found
 
 
-def remarks(engine: str, config: DFlashConfig) -> list[str]:
+def warnings_of(engine: str, config: DFlashConfig) -> list[str]:
     """What a user of the exported folder should know, a sentence each."""
     said = []
     if engine in ("vllm", "sglang") and (config.output_multiplier != 1.0 or config.final_logit_softcapping is not None):

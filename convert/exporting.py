@@ -13,7 +13,7 @@ from ..common.target_source import TargetSource
 from ..configuration_dflash import DFlashConfig
 from ..hub_files import write_text
 from .checkpoint import InMemory, SomeRows, write_tensors
-from .engines import TITLES, TYPED, llamacpp_command, obstacles, remarks, serve_command
+from .engines import TITLES, TYPED, blockers, llamacpp_command, serve_command, warnings_of
 from .gguf_files import FILE_TYPES, SUFFIX, read_gguf_target, write_gguf
 from .names import renamed
 from .reading import LAYOUTS, Target, read_drafter, read_target, target_tensors
@@ -37,7 +37,7 @@ class Exported:
     config: DFlashConfig
     not_carried: tuple[str, ...]
     usage: str
-    remarks: list[str]
+    warnings: list[str]
 
 
 def export_drafter(
@@ -77,7 +77,7 @@ def export_drafter(
             "target's."
         )
     config = lengthened(drafter.config, yarn, context_length)
-    stopped = obstacles(to, config) if to in TITLES else layout.inexpressible(config)
+    stopped = blockers(to, config) if to in TITLES else layout.unsupported_fields(config)
     if stopped:
         raise ValueError(f"{TITLES.get(to, layout.title)} cannot take this drafter: {'; '.join(stopped)}.")
 
@@ -105,7 +105,7 @@ def export_drafter(
     usage = _usage(to, config, str(destination))
     title = TITLES.get(to, layout.title)
     exported = Exported(
-        title, config, layout.not_carried, usage, ([TYPED] if to in TITLES else []) + remarks(to, config)
+        title, config, layout.not_carried, usage, ([TYPED] if to in TITLES else []) + warnings_of(to, config)
     )
     if to == "gguf":
         with new_file(destination, force) as path:
@@ -206,7 +206,7 @@ def _usage(to: str, config: DFlashConfig, folder: str) -> str:
 def _card(exported: Exported) -> str:
     config = exported.config
     language = "python" if "AutoModel" in exported.usage else "bash"
-    notes = "".join(f"{remark}.\n\n" for remark in exported.remarks)
+    notes = "".join(f"{warning}.\n\n" for warning in exported.warnings)
     return (
         f"# DFlash drafter for {config.target_name_or_path or 'its target'}, for {exported.title}\n\n"
         f"{notes}```{language}\n{exported.usage}\n```\n\n"

@@ -127,7 +127,7 @@ def _rope(said: dict) -> dict:
     return rope | {name: value for name, value in named.items() if value is not None}
 
 
-def inexpressible(config: DFlashConfig) -> list[str]:
+def unsupported_fields(config: DFlashConfig) -> list[str]:
     """What llama.cpp has no way to say or computes in another way, a sentence each."""
     found = []
     if len(set(config.block_causal)) > 1:

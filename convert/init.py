@@ -178,10 +178,10 @@ def derive_config(
     if taps is None:
         taps = spread_target_layer_ids(depth, 5)
         reasons.append(
-            f"taps {taps} of {depth} layers: five, from the second to the third-last, evenly (the paper's rule)"
+            f"target layers {taps} of {depth}: five, from the second to the third-last, evenly (the paper's rule)"
         )
     else:
-        reasons.append(f"taps {taps} of {depth} layers: as given")
+        reasons.append(f"target layers {taps} of {depth}: as given")
     shape = head_shape(text, reasons)
     rope = drafter_rope(text, reasons)
     scale, multiplier, cap = output_quirks(text)

@@ -80,7 +80,7 @@ UNSUPPORTED_TENSORS = {
     "markov": "DSpark's Markov head",
     "confidence": "DSpark's confidence head",
     "g_proj": "Laguna's gates on the attention",
-    "aux_hidden_norms": "Laguna's norms on the tapped features",
+    "aux_hidden_norms": "Laguna's norms on the target hidden states",
     "d2t": "the list of a reduced draft vocabulary whose size the config does not state (`draft_vocab_size`)",
     "t2d": "the list of a reduced draft vocabulary whose size the config does not state (`draft_vocab_size`)",
     "fc.bias": "a bias on the context projection",

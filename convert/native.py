@@ -36,7 +36,7 @@ def read(config: dict, facts) -> dict:
     )
 
 
-def inexpressible(config: DFlashConfig) -> list[str]:
+def unsupported_fields(config: DFlashConfig) -> list[str]:
     found = []
     if any(config.block_causal):
         found.append(f"`block_causal` is {config.block_causal}; every layer is bidirectional there")

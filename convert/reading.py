@@ -26,7 +26,7 @@ class Layout:
     title: str
     recognizes: Callable[[dict], bool]
     read: Callable[[dict, "Target"], dict]
-    inexpressible: Callable[[DFlashConfig], list[str]]
+    unsupported_fields: Callable[[DFlashConfig], list[str]]
     write: Callable[[DFlashConfig, "Target"], dict]
     not_carried: tuple[str, ...]
     needs_target: bool
@@ -34,7 +34,7 @@ class Layout:
 
 def _layout(title: str, module, needs_target: bool) -> Layout:
     return Layout(
-        title, module.recognizes, module.read, module.inexpressible, module.write, module.NOT_CARRIED, needs_target
+        title, module.recognizes, module.read, module.unsupported_fields, module.write, module.NOT_CARRIED, needs_target
     )
 
 

@@ -1,4 +1,4 @@
-"""The layout of the `speculators` package (0.9.0): a Qwen3 configuration inside, taps counted from the embeddings.
+"""The layout of the `speculators` package (0.9.0): a Qwen3 configuration inside, target layers counted from the embeddings.
 
 Its drafters may carry copies of the target's embedding and head. Those are the target's: import compares them and drops
 them, export writes them from the target's files.
@@ -95,7 +95,7 @@ def read(config: dict, facts) -> dict:
     )
 
 
-def inexpressible(config: DFlashConfig) -> list[str]:
+def unsupported_fields(config: DFlashConfig) -> list[str]:
     found, has = [], parts(config)
     if has and len(has) < len(PARTS):
         found.append(f"`{next(iter(has))}` is {has[next(iter(has))]} without the other part; 'dflash2' has both there")

@@ -39,7 +39,7 @@ def read(config: dict, facts) -> dict:
     return read_config_dict(config)
 
 
-def inexpressible(config: DFlashConfig) -> list[str]:
+def unsupported_fields(config: DFlashConfig) -> list[str]:
     """What z-lab's layout has no way to say, a sentence each."""
     default = [layer_type == SLIDING for layer_type in config.layer_types]
     if len(set(config.block_causal)) > 1 and config.block_causal != default:
@@ -51,7 +51,7 @@ def inexpressible(config: DFlashConfig) -> list[str]:
 
 
 def write(config: DFlashConfig, facts) -> dict:
-    """config.json in z-lab's spelling; block size, taps, mask token and RoPE in every place where some reader looks."""
+    """config.json in z-lab's spelling; block size, target layers, mask token and RoPE in every place where some reader looks."""
     nested = {name: getattr(config, name) for name in DRAFTING} | scales(config) | parts(config)
     written = {
         "architectures": [architecture(config)],

@@ -110,7 +110,7 @@ class App:
                     temperature = gr.Slider(0, 1.5, 0, step=0.1, label="Temperature", info="0 is greedy")
                     top_p = gr.Slider(0.1, 1, 1, step=0.05, label="Top-p", info="1 is all")
                     drafts = gr.Dropdown(
-                        [("as many as pay", "auto"), *range(1, self.pair.drafter.config.block_size)],
+                        [("adaptive", "auto"), *range(1, self.pair.drafter.config.block_size)],
                         value="auto", label="Drafted tokens", info="a round", elem_id="drafts",
                     )  # fmt: skip
                     seed = gr.Number(0, label="Seed", info="of sampling", precision=0, minimum=0)

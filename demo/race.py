@@ -155,7 +155,7 @@ class Race:
 
     Args:
         settings: keyword arguments of `generate`, for both.
-        drafts: tokens to draft a round, or "auto" for as many as pay.
+        drafts: tokens to draft a round, or "auto" for the adaptive draft length.
 
     Raises:
         ValueError: an empty prompt, one of more than `MAX_PROMPT_TOKENS` tokens, or of more than the target has positions.

@@ -4,7 +4,7 @@
 
 Every variant differs from the base as its name says, mostly in one thing, and trains for the same processor time (steps
 follow from the measured time of a step; batches, anchors and order are the same). Acceptance is that of greedy rounds
-replayed on held-out answers, see `evaluation`. Results are kept variant by variant, so a run can be interrupted.
+replayed on validation responses, see `evaluation`. Results are kept variant by variant, so a run can be interrupted.
 """
 
 import dataclasses

@@ -54,7 +54,7 @@ def check_alignment(options: TrainOptions, prompts: list[dict]) -> TrainOptions:
 
 
 def align(options: TrainOptions, output: Path, command: str) -> str:
-    """Fine-tune `options.drafter` for `options.target`, and keep it only if it accepts more on held-out prompts.
+    """Fine-tune `options.drafter` for `options.target`, and keep it only if it accepts more on validation prompts.
 
     Args:
         options: with `drafter` and `answers` of the new target; `rehearsal` may name old answers.
@@ -105,14 +105,16 @@ def first_evaluation(log: Path) -> dict:
 def write_report(trained: dict, before: dict, after: dict, better: bool, options: TrainOptions, command: str) -> str:
     """`trained` is the evaluation at the end of the old drafter's training, with its old target on prompts of its own."""
     names = {
-        "acceptance_length": "tau, real generation",
-        "replayed_acceptance_length": "tau, replayed over all held-out answers",
-        "first_slot_right": "first slot right, all anchors",
+        "acceptance_length": "acceptance length, real generation",
+        "replayed_acceptance_length": "acceptance length, replayed over all validation responses",
+        "first_slot_right": "position-1 accuracy, all anchors",
     }
     names |= {
-        name: f"slots 1 to {name.rsplit('_', 1)[1]} accepted" for name in before if name.startswith("acceptance_slot_")
+        name: f"positions 1 to {name.rsplit('_', 1)[1]} accepted"
+        for name in before
+        if name.startswith("acceptance_slot_")
     }
-    lines = ["| on held-out prompts | with the old target, when trained | before | after |", "|---|---|---|---|"]
+    lines = ["| on validation prompts | with the old target, when trained | before | after |", "|---|---|---|---|"]
     lines += [
         f"| {text} | {format(trained[n], '.3f') if n in trained else '-'} | {before[n]:.3f} | {after[n]:.3f} |"
         for n, text in names.items()

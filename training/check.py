@@ -96,7 +96,7 @@ def decoder_layers(target) -> nn.ModuleList | None:
 
 
 def taps_are_layer_outputs(drafter, target, ids: list[int]) -> Finding:
-    """The features that generation takes are what the tapped layers put out, seen by hooks."""
+    """The features that generation takes are what the target layers put out, seen by hooks."""
     layers, taps, seen = decoder_layers(target), drafter.config.target_layer_ids, {}
     if layers is None:
         return Finding(

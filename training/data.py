@@ -1,4 +1,4 @@
-"""From rows of answers to batches: held-out rows, packing, padding."""
+"""From responses to batches: the validation split, packing, padding."""
 
 import hashlib
 import random
@@ -42,12 +42,12 @@ def usable_rows(rows: Iterable[dict], max_length: int) -> tuple[list[dict], dict
 
 
 def split_validation(rows: list[dict], count: int, seed: int) -> tuple[list[dict], list[dict]]:
-    """(training rows, held-out rows): all turns of a prompt are on one side. Held out are prompts with a first turn."""
+    """Split into (training, validation): all turns of a prompt are on one side. Validation prompts have a first turn."""
     ids = sorted({row["id"] for row in rows if row.get("turn", 0) == 0})
     if not ids:
-        raise ValueError("no answer is one to a first turn, so none can be held out; add those.")
+        raise ValueError("no response is one to a first turn, so none can be used for validation; add those.")
     if count >= len(ids):
-        raise ValueError(f"{count} held-out prompts of {len(ids)} leave nothing to train on; lower --validation.")
+        raise ValueError(f"{count} validation prompts of {len(ids)} leave nothing to train on; lower --validation.")
     held = set(random.Random(seed).sample(ids, count))
     return [r for r in rows if r["id"] not in held], [r for r in rows if r["id"] in held]
 

@@ -1,4 +1,4 @@
-"""Acceptance on held-out prompts: in real generation, replayed over known greedy answers, and teacher-forced.
+"""Acceptance on validation prompts: in real generation, replayed over known greedy responses, and teacher-forced.
 
 - *Real*: `target.generate(assistant_model=drafter)`, and its statistics. It is what is served.
 - *Replayed*: the same rounds, found by walking the drafter's blocks along answers that the target wrote greedily before.
@@ -152,7 +152,7 @@ def right_drafts(
 ) -> list[int]:
     """For each anchor of an answer, how many of its drafts in a row are the answer's tokens.
 
-    `layer_ids`: other taps than the drafter's, to see what they would give.
+    `layer_ids`: other target layers than the drafter's, to see what they would give.
     """
     batch, config = single_row(row, target.device), drafter.config
     rows = rows_of(batch)

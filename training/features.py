@@ -21,7 +21,7 @@ SHARD_SECONDS = 300  # after as long what there is is written, so that an interr
 
 
 def feature_layers(config, target: PreTrainedModel, loss) -> list[int]:
-    """The layers whose states training needs: the taps, and the last one where the loss asks for the target's logits."""
+    """The layers whose states training needs: the target layers, and the last one where the loss asks for the target's logits."""
     last = target.config.get_text_config(decoder=True).num_hidden_layers - 1
     return [*config.target_layer_ids, *([last] if loss.needs_teacher else [])]
 
@@ -63,7 +63,7 @@ def check_teacher(target: PreTrainedModel):
 class FeatureCache:
     """Features on disk: shards of one tensor (length, T * H) a document, an index with checksums, and whose they are.
 
-    A folder that was interrupted is continued; one made for another target, taps or dtype is refused.
+    A folder that was interrupted is continued; one made for another target, target layers or dtype is refused.
 
     Args:
         identity: of the target, see `identify`.

@@ -448,7 +448,7 @@ def fresh_shape(options: TrainOptions) -> dict:
 
 
 def warm_drafter(options: TrainOptions) -> DFlashDraftModel:
-    """`options.drafter`, of any format that `import` reads, in float32. It keeps its taps, mask token, windows and whatever
+    """`options.drafter`, of any format that `import` reads, in float32. It keeps its target layers, mask token, windows and whatever
     else its config says, but for what is asked.
 
     Raises:
@@ -612,9 +612,9 @@ def draw_curves(log: Path, picture: Path):
     left.set_xlabel("step")
     left.set_ylabel("loss")
     curve(right, "teacher_forced_tau", "training batches, random anchors (higher)", "-")
-    curve(right, "eval_teacher_forced_acceptance_length", "held out, all anchors (higher than real)", "--")
-    curve(right, "eval_replayed_acceptance_length", "held out, replayed rounds", "o-")
-    curve(right, "eval_acceptance_length", "held out, real generation", "s-")
+    curve(right, "eval_teacher_forced_acceptance_length", "validation, all anchors (higher than real)", "--")
+    curve(right, "eval_replayed_acceptance_length", "validation, replayed rounds", "o-")
+    curve(right, "eval_acceptance_length", "validation, real generation", "s-")
     right.set_xlabel("step")
     right.set_ylabel("acceptance length (tau)")
     right.legend()

@@ -115,8 +115,8 @@ class DFlashTrainer(Trainer):
         num_anchors: at most so many a row.
         train_dataset: `PackedRows`; `data_collator` a `Collator`.
         validation: rows of answers that no training row shares a prompt with.
-        eval_prompts: how many of the held-out prompts are answered in real generation, up to `eval_new_tokens`.
-        greedy_answers: whether the held-out answers are the target's greedy ones, so that rounds can be replayed on them.
+        eval_prompts: for how many of the validation prompts text is generated, up to `eval_new_tokens`.
+        greedy_answers: whether the validation responses are the target's greedy ones, so that rounds can be replayed on them.
         muon: the optimizer of matrices; else it is that of `args`, AdamW.
         selector_loss: of a drafter with a selector; by default that of `loss`.
     """
@@ -354,7 +354,7 @@ class DFlashTrainer(Trainer):
         return next((entry[name] for entry in reversed(self.state.log_history) if name in entry), 0)
 
     def evaluate(self, *args, metric_key_prefix: str = "eval", **kwargs) -> dict[str, float]:
-        """Acceptance on held-out prompts, by real generation, replayed and teacher-forced (see `evaluation`).
+        """Measure acceptance on validation prompts, by real generation, replayed and teacher-forced (see `evaluation`).
 
         Every process measures its share of the prompts.
         """

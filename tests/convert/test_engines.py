@@ -8,7 +8,7 @@ import pytest
 import torch
 from dflash_hub import DFlashConfig
 from dflash_hub.convert import zlab
-from dflash_hub.convert.engines import TITLES, obstacles, remarks, serve_command
+from dflash_hub.convert.engines import TITLES, blockers, serve_command, warnings_of
 from dflash_hub.convert.exporting import export_drafter
 from helpers import engine_rules
 from helpers.formats import FULL, KINDS, READ, SERVED, SLIDING, YARN, drafter_of
@@ -66,9 +66,9 @@ def test_vllm_and_a_speculators_folder(kind, tmp_path):
     done = export_drafter(str(tmp_path / "ours"), tmp_path / "out", "speculators", target=str(tmp_path / "target"))
     read = engine_rules.vllm(json.loads((tmp_path / "out" / "config.json").read_text()))
     if len(set(config.block_causal)) > 1:
-        assert read.causal != config.block_causal and "export with --to vllm" in done.remarks[0]
+        assert read.causal != config.block_causal and "export with --to vllm" in done.warnings[0]
     else:
-        assert read == expected(config) and done.remarks == []
+        assert read == expected(config) and done.warnings == []
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         filled = {engine_rules.vllm_tensor(name) for name in file.keys()}
     own = {"model.embed_tokens.weight", "lm_head.weight"}
@@ -123,9 +123,9 @@ def test_serve_commands():
 
 def test_one_part_of_dflash_2_alone_is_served_by_sglang_only(tmp_path):
     selector = drafter_of(tmp_path / "ours", "selector").config
-    assert obstacles("sglang", selector) == []
+    assert blockers("sglang", selector) == []
     for engine in ("vllm", "zlab"):
-        assert obstacles(engine, selector)[0].startswith("`selector_rank` is 4 without the other part")
+        assert blockers(engine, selector)[0].startswith("`selector_rank` is 4 without the other part")
     export_drafter(str(tmp_path / "ours"), tmp_path / "out", "sglang")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["architectures"] == ["DFlash2DraftModel"] and "conv_kernel_size" not in written["dflash_config"]
@@ -135,8 +135,8 @@ def test_one_part_of_dflash_2_alone_is_served_by_sglang_only(tmp_path):
 def test_scales_are_an_obstacle_or_a_remark():
     scaled = tiny_drafter(output_multiplier=0.5, final_logit_softcapping=30.0, rope_parameters=YARN).config
     for engine in TITLES:
-        assert obstacles(engine, scaled) == []
-    assert ["greedy drafts are the same" in " ".join(remarks(engine, scaled)) for engine in ("vllm", "sglang", "zlab")] == [
+        assert blockers(engine, scaled) == []
+    assert ["greedy drafts are the same" in " ".join(warnings_of(engine, scaled)) for engine in ("vllm", "sglang", "zlab")] == [
         True, True, False,
     ]  # fmt: skip
-    assert obstacles("zlab", tiny_drafter(input_embedding_scale=2.0).config) == []
+    assert blockers("zlab", tiny_drafter(input_embedding_scale=2.0).config) == []

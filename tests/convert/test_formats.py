@@ -447,7 +447,7 @@ def test_a_reduced_vocabulary_is_carried_by_speculators_and_left_out_by_the_othe
     drafter.config.target_name_or_path = target_folder
     drafter.save_pretrained(tmp_path / "ours")
     done = export_drafter(str(tmp_path / "ours"), tmp_path / "out", "speculators")
-    assert any("40 tokens" in remark and "accept less" in remark for remark in done.remarks)
+    assert any("40 tokens" in warning and "accept less" in warning for warning in done.warnings)
     theirs, head = tensors_of(tmp_path / "out"), tensors_of(Path(target_folder))["lm_head.weight"]
     tokens = theirs["d2t"] + torch.arange(40)
     assert tokens.equal(theirs["t2d"].nonzero()[:, 0]) and theirs["lm_head.weight"].equal(head[tokens])
@@ -458,7 +458,7 @@ def test_a_reduced_vocabulary_is_carried_by_speculators_and_left_out_by_the_othe
     assert_same(tmp_path / "back", drafter)
     for to in ("zlab", "transformers"):
         done = export_drafter(str(tmp_path / "ours"), tmp_path / to, to)
-        assert any("list of 40 tokens to draft from is left out" in remark for remark in done.remarks)
+        assert any("list of 40 tokens to draft from is left out" in warning for warning in done.warnings)
         import_drafter(str(tmp_path / to), tmp_path / f"from-{to}", target=target_folder)
         assert DFlashDraftModel.from_pretrained(tmp_path / f"from-{to}").d2t is None
 
@@ -500,7 +500,7 @@ def test_a_reduced_vocabulary_that_does_not_agree_with_itself_is_refused(change,
         ("markov_head.weight", (8, 32), "DSpark's Markov head"),
         ("confidence_head.weight", (1, 32), "DSpark's confidence head"),
         ("layers.0.self_attn.g_proj.weight", (4, 32), "Laguna's gates on the attention"),
-        ("aux_hidden_norms.0.weight", (32,), "Laguna's norms on the tapped features"),
+        ("aux_hidden_norms.0.weight", (32,), "Laguna's norms on the target hidden states"),
         ("d2t", (16,), "d2t is the list of a reduced draft vocabulary whose size the config does not state"),
         ("t2d", (97,), "t2d is the list of a reduced draft vocabulary"),
         ("embed_proj.weight", (8, 32), "Domino's GRU head"),

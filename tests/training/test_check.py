@@ -231,7 +231,7 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
     assert report["kept"] == "new" and better
     after, before = report["after"]["replayed_acceptance_length"], report["before"]["replayed_acceptance_length"]
     assert after > before + 0.3, "what the change cost is learned again"
-    assert "| tau, real generation |" in (tmp_path / "aligned" / "report.md").read_text()
+    assert "| acceptance length, real generation |" in (tmp_path / "aligned" / "report.md").read_text()
 
 
 @pytest.mark.parametrize(
