@@ -38,7 +38,7 @@ def test_training_options_are_those_of_the_dataclass():
     commands = get_command(app).commands
     fields = {field.name: field for field in dataclasses.fields(TrainOptions)}
     train = {option.name: option for option in commands["train"].params}
-    assert train.keys() == fields.keys() - {"arguments"} | {"argument", "config", "resume"}
+    assert train.keys() == fields.keys() - {"arguments"} | {"argument", "config", "license", "resume"}
     for name in train.keys() & fields.keys() - {"target"}:
         field, option = fields[name], train[name]
         assert option.help and option.required == (name in ("responses", "output"))
@@ -74,7 +74,7 @@ def test_a_dry_run_prints_the_mapping_and_card_and_export_say_what_is_next(tmp_p
     printed = run("export", tmp_path / "ours", tmp_path / "native", "--to", "transformers")
     assert 'speculation_type="dflash"' in printed and "not carried" in printed
     printed = run("export", tmp_path / "ours", tmp_path / "zlab")
-    assert "--target-model-dir" in printed and "not tried" in printed and "plain Qwen3 model" in printed
+    assert "TensorRT-LLM" in printed and "not tried" in printed and "plain Qwen3 model" in printed
     printed = run("import", tmp_path / "zlab", "--dry-run")
     assert re.search(r"layers.1.self_attn.q_proj.weight +layers.1.self_attn.q_proj.weight", printed)
     assert '"block_causal"' in printed
