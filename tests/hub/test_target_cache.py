@@ -83,6 +83,19 @@ def test_a_target_that_starts_anew_in_every_block_is_refused_by_name():
         greedy(target, prompt_of(9), max_new_tokens=6, assistant_model=drafter)
 
 
+@pytest.mark.parametrize("family", ("mamba", "falcon_mamba"))
+def test_a_prompt_of_one_token_hides_no_fault(family):
+    """The shorter the prompt, the less its state matters to the logits; and what a short one shows holds for its call only."""
+    target, drafter = tiny_family(family)
+    for length in (1, 9):
+        with pytest.raises(ValueError, match="do not go on from their state"):
+            greedy(target, prompt_of(length) % 90, max_new_tokens=6, assistant_model=drafter, num_assistant_tokens=1)
+    target, drafter = tiny_family("qwen3_5")
+    for length, checks in ((1, 3), (9, 3), (1, 0)):
+        greedy(target, prompt_of(length), max_new_tokens=6, assistant_model=drafter)
+        assert drafter.last_speculation.check_passes == checks
+
+
 def test_a_cache_with_more_than_layers_is_refused_by_name():
     target, drafter = tiny_family("minimax")
     with pytest.raises(ValueError, match="MiniMaxForCausalLM cannot be rolled back .* MiniMaxCache"):
