@@ -325,7 +325,7 @@ def bench(
     methods: Annotated[
         str,
         typer.Option(
-            help="baseline, lookup, assistant, native, zlab, ours, ours-N, ours-auto, served, served-N, ceiling-P."
+            help="baseline, lookup, assistant, native, zlab, ours, ours-N, ours-auto, ours-tree-N, ours-tree-auto, served, served-N, ceiling-P."
         ),
     ] = ("baseline,lookup,native,ours"),
     target: Annotated[str | None, typer.Option(help="Repository or folder. Default: SmolLM2-135M-Instruct.")] = None,
