@@ -1,16 +1,27 @@
 """What a drafter's folder carries beside config and code: finite weights, `custom_generate/` and, where there is none, a card."""
 
+import contextlib
 import inspect
 import json
 from pathlib import Path
 
 import torch
 from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.modeling_utils import load_state_dict
 
 # By this line of its docstring our `custom_generate/generate.py` is told from others.
 CUSTOM_GENERATE_MARK = "Hands over to the drafter that it is given"
 # By this line a card of ours is told from one that someone wrote, and must not be replaced.
 CARD_MARK = "<!-- Written by dflash-hub; `dflash-hub card` writes it again. -->"
+YOURS = "<!-- What stands below this line is kept when the card is written again. -->"
+RECORD = "training_record.json"
+# Files of weights as transformers names them: whole or in shards, of a variant or of none, and their indices.
+WEIGHT_FILES = (
+    "model*.safetensors",
+    "model*.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model*.bin.index.json",
+)
 
 
 def generate(model, assistant_model=None, **kwargs):
@@ -77,6 +88,52 @@ def write_hub_files(folder, config):
         write_text(folder / "README.md", card(config))
 
 
+def weight_paths(folder: Path) -> set[Path]:
+    """List the files of weights in a folder, and their indices."""
+    return {path for pattern in WEIGHT_FILES for path in folder.glob(pattern)}
+
+
+def holds_weights(folder: Path, state: dict[str, torch.Tensor]) -> bool:
+    """Whether the weights that readers find in a folder are these, in however many files; unreadable ones are not."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    found = set()
+    try:
+        shards = {} if single.is_file() else json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        for path in {folder / name for name in shards.values()} or {single}:
+            for name, tensor in load_state_dict(str(path), map_location="cpu").items():
+                if not torch.equal(tensor, state[name].cpu()):
+                    return False
+                found.add(name)
+    except Exception:  # of many classes, for a damaged file, another drafter's tensors, or some that are on no device
+        return False
+    return found == set(state)
+
+
+@contextlib.contextmanager
+def superseding(folder: Path, state: dict[str, torch.Tensor], config, remove: bool):
+    """Save weights in the block, then remove what the folder still holds of others: their files, and what is recorded of them.
+
+    Args:
+        state: the new weights. Where they are the old ones, in other files, records stay true and stay.
+        remove: False only saves.
+    """
+    before = {path: path.stat().st_mtime_ns for path in weight_paths(folder)} if remove else {}
+    same_weights = not before or holds_weights(folder, state)
+    yield
+    for path, written in before.items():
+        if path.exists() and path.stat().st_mtime_ns == written:  # it is none of the new files
+            path.unlink()
+    if same_weights:
+        return
+    (folder / RECORD).unlink(missing_ok=True)
+    path = folder / "README.md"
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if CARD_MARK in text:  # it says what was measured of the old ones; the owner's metadata and notes stay
+        front, body = text.split(CARD_MARK, 1)
+        yours = YOURS + body.split(YOURS, 1)[1] if YOURS in body else ""
+        write_text(path, front + CARD_MARK + card(config).split(CARD_MARK, 1)[1] + (f"\n{yours}" if yours else ""))
+
+
 def nonfinite(tensors: dict[str, torch.Tensor]) -> list[str]:
     """List the tensors that hold NaN or infinity. A drafter with one drafts nothing, whatever its target."""
     # A quantized tensor is a class of its own and holds integers; one on the meta device holds nothing.
@@ -121,5 +178,10 @@ def code_files(folder: Path) -> list[Path]:
 def write_text(path: Path, text: str):
     """Write beside, then rename: a reader never sees half a file."""
     beside = path.with_name(f".{path.name}.part")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)  # a full disk names no file
+        raise

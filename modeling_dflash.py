@@ -37,7 +37,7 @@ from .drafter_candidates import DFlashProposer
 from .drafter_paths import CandidateSelector
 from .drafter_vocabulary import check_token_ids, offsets_of, token_ids_of
 from .generation_dflash import assisted_generate, install_generate_hook
-from .hub_files import check_finite, write_hub_files
+from .hub_files import check_finite, superseding, write_hub_files
 from .target_masks import backend_mask, block_mask, is_flash
 
 # What `save_pretrained(..., push_to_hub=True)` takes for the upload.
@@ -404,6 +404,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
     def save_pretrained(self, save_directory, is_main_process: bool = True, **kwargs):
         """Write a complete Hub folder: config, weights, code, `custom_generate/` and, where there is none, a card.
 
+        Weights that were there before are removed, in whatever files; so are the record of their training and what a card of
+        ours says of them, unless the weights are the same.
+
         Raises:
             ValueError: a weight is not finite; names its tensor. Nothing is written.
         """
@@ -413,8 +416,11 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         )
         push_to_hub = kwargs.pop("push_to_hub", False)
         saved = kwargs.get("state_dict")
-        check_finite(self.state_dict() if saved is None else saved, "this drafter")
-        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        state = self.state_dict() if saved is None else saved
+        check_finite(state, "this drafter")
+        # A variant is saved beside what is there.
+        with superseding(Path(save_directory), state, self.config, is_main_process and not kwargs.get("variant")):
+            super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         if is_main_process:
             write_hub_files(save_directory, self.config)
         if push_to_hub:

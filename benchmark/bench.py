@@ -17,10 +17,10 @@ import torch
 import transformers
 
 from ..common.chat import check_written, first_turn, in_mode, own_turn, turns_of
-from ..common.console import progress_bar
+from ..common.console import duration, progress_bar, size
 from ..common.files import appending, complete_lines, read_json, refuse_repeated
 from ..common.identity import identify
-from ..common.loading import dtype_of, load_tokenizer, room_for_answer
+from ..common.loading import drafter_config, dtype_of, load_tokenizer, room_for_answer
 from ..common.provenance import environment, peak_bytes
 from ..common.server import Server
 from ..common.target_source import TargetSource
@@ -50,6 +50,8 @@ class Bench:
         self.state = accelerate.PartialState(cpu=not torch.accelerator.is_available())
         self.source, self.drafter_path = TargetSource.of(target), drafter
         load = {"dtype": dtype_of(dtype), "device_map": {"": self.state.device}}
+        if drafter:
+            drafter_config(drafter)
         self.drafter = DFlashDraftModel.from_pretrained(drafter, **load).eval() if drafter else None
         if self.drafter is not None:
             check_finite(dict(self.drafter.named_parameters()), drafter)
@@ -184,8 +186,10 @@ def run_bench(
             )
             if missing:
                 if not warm:
-                    _warm_up(bench, runners, row)
+                    seconds = _warm_up(bench, runners, row)  # for a token, by every method
                     warm = True
+                    if bench.state.is_main_process:
+                        print(forecast(mine, seconds, methods, bench.settings["max_new_tokens"], output), flush=True)
                 for record in measure(bench, runners, set_name, row, seed):
                     if (record["method"], set_name, row["id"], record["turn"]) not in done:
                         file.write(json.dumps(record) + "\n")
@@ -222,12 +226,25 @@ def measure(bench: Bench, runners: dict, set_name: str, row: dict, seed: int):
         messages += turn.kept or [own_turn(bench.tokenizer, messages, answer, bench.template_settings(row))]
 
 
-def _warm_up(bench: Bench, runners: dict, row: dict):
+def forecast(work: list[tuple[str, dict]], seconds: float, methods: list[str], limit: int, output: Path) -> str:
+    """Say what a run will take: tokens, time, memory and disk, of this process."""
+    texts = sum(len(turns_of(row["messages"])) for _, row in work)
+    return (
+        f"{texts} texts by {len(methods)} methods, at most {texts * len(methods) * limit:,} tokens\n"
+        f"time: at most {duration(texts * limit * seconds)} (measured on a few tokens of the first prompt; what is in {output} "
+        f"already comes off)\nmemory: {size(peak_bytes())} until now\ndisk: at most {size(texts * len(methods) * limit * 20)}"
+    )
+
+
+def _warm_up(bench: Bench, runners: dict, row: dict) -> float:
+    """Run every method once; returns the seconds that all of them took for a token."""
     inputs = bench.inputs(row)
-    plain_ids = None
+    plain_ids, seconds = None, 0.0
     for name, runner in runners.items():
         run = runner.run(inputs, bench.settings | {"max_new_tokens": 12}, 0, plain_ids)
         plain_ids = run.new_ids if name == "baseline" else plain_ids
+        seconds += run.seconds / max(1, len(run.new_ids))
+    return seconds
 
 
 def _open_folder(output: Path, settings: dict, origin: dict):

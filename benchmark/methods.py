@@ -256,11 +256,23 @@ class Zlab:
         return Run(**answer, target_passes=len(answer["rounds"]) + 1, drafter_passes=len(answer["rounds"]))
 
 
-def make_method(name: str, bench):
-    """The method of this name.
+def check_methods(names: list[str], assistant: str | None):
+    """Refuse what cannot be measured, before a model is loaded.
 
     Raises:
-        ValueError: there is none, or what it needs is missing; says what.
+        ValueError: there is no method of a name, or it needs an assistant and there is none.
+    """
+    for name in names:
+        check_method(name)
+    if "assistant" in names and assistant is None:
+        raise ValueError("the method `assistant` needs --assistant, an ordinary small model of the same vocabulary.")
+
+
+def check_method(name: str) -> tuple[str, str]:
+    """(kind, value) of a method's name, such as ours and 4.
+
+    Raises:
+        ValueError: there is none.
     """
     kind, _, value = name.partition("-")
     known = kind in ("baseline", "assistant", "zlab", "native") and not value
@@ -271,6 +283,16 @@ def make_method(name: str, bench):
             f"no method {name!r}; there are baseline, lookup, assistant, native, zlab, ours, ours-N, ours-auto, ours-tree-N, "
             "served, served-N and ceiling-P."
         )
+    return kind, value
+
+
+def make_method(name: str, bench):
+    """The method of this name.
+
+    Raises:
+        ValueError: there is none, or what it needs is missing; says what.
+    """
+    kind, value = check_method(name)
     if kind == "baseline":
         return Generate(name, bench)
     if kind == "lookup":

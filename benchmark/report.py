@@ -229,7 +229,7 @@ def write_report(folder: Path, compare: Path | None = None) -> str:
     try:
         from .plots import plot
     except ImportError:
-        text += "\nNo plots: they need matplotlib, `pip install 'dflash-hub[bench]'`.\n"
+        text += "\nNo plots: they need matplotlib, `pip install matplotlib`.\n"
     else:
         plot(folder, rows, read_records(folder), summarize_rows(folder))
     return text

@@ -4,13 +4,15 @@ Each command is a thin layer over a function elsewhere; heavy imports wait until
 """
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..common.console import run_plainly, typed_command
+from ..common.console import command_line, interruptible, run_plainly, typed_command
+from ..common.files import refuse_other_content, writing
 from ..common.prompts import load_prompts, prompt_source
 from ..common.target_source import TargetName, TargetRevision, TrustRemoteCode
 from . import training as commands
@@ -19,10 +21,30 @@ from .options import License, source_or_default, target_source
 app = typer.Typer(
     help="DFlash drafters for transformers: several tokens per target pass, the same text.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     add_completion=False,
 )
+
+
+def show_version(wanted: bool):
+    """Print the version and end, where `--version` is passed."""
+    if wanted:
+        from .. import __version__
+
+        typer.echo(f"dflash-hub {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options_of_all(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+):
+    pass
+
 
 Force = Annotated[bool, typer.Option("--force", help="Replace the destination if it exists.")]
 
@@ -103,9 +125,12 @@ def generate(
     )  # fmt: skip
 
 
-@app.command(epilog="\b\ndflash-hub init --target Qwen/Qwen3-4B --output qwen3-4b-drafter --dry-run")
+@app.command(epilog="\b\ndflash-hub init --output my-fresh-drafter --dry-run")
 def init(
-    target: Annotated[str, typer.Option(help="Repository or folder of the target.")],
+    target: Annotated[
+        str | None,
+        typer.Option(help="Target repository or folder, as Qwen/Qwen3-4B. Default: SmolLM2-135M-Instruct."),
+    ] = None,
     output: Annotated[str | None, typer.Option(help="Folder to write.")] = None,
     layers: Annotated[int, typer.Option(min=1, help="Depth of the drafter.")] = 5,
     block_size: Annotated[int, typer.Option(min=2, help="Positions of a block: one anchor, the rest drafted.")] = 16,
@@ -134,23 +159,27 @@ def init(
     """Tie a fresh drafter to a target; it drafts badly until it is trained."""
     from ..convert.init import init_drafter
 
-    if (output is None) != dry_run:
+    if output is None and not dry_run:
         raise ValueError("pass --output FOLDER, or --dry-run to write nothing.")
     tapped = commands.layer_list(target_layers)
-    source = target_source(target, target_revision, trust_remote_code, target_name)
+    source = source_or_default(target, target_revision, trust_remote_code, target_name)
+    written = None if dry_run else output
     plan = init_drafter(
-        source, output, layers, block_size, tapped, window, mask_token, from_target_layers, seed, force, method
+        source, written, layers, block_size, tapped, window, mask_token, from_target_layers, seed, force, method
     )
     if dry_run:
         typer.echo(plan.config.to_json_string())
     for reason in plan.reasons:
         typer.echo(f"- {reason}")
     typer.echo(f"{plan.parameters / 1e6:.1f} M parameters, {plan.parameters * 2 / 1e6:.1f} MB in bfloat16")
-    if output:
-        commands.state_license(output, license)
+    if written:
+        commands.state_license(written, license)
         typer.echo(
-            f"wrote {output}\nnext: AutoModel.from_pretrained({in_python(output)}, trust_remote_code=True); it drafts badly until it is trained"
+            f"wrote {output}; it drafts badly until it is trained, by `dflash-hub train --drafter`\n"
+            f"next: {command_line('inspect', output)}"
         )
+    elif output:
+        typer.echo(f"nothing written; without --dry-run it would be {output}")
 
 
 @app.command(epilog="\b\ndflash-hub upgrade . drafter-2")
@@ -169,14 +198,19 @@ def upgrade(
 
     config = upgrade_drafter(source, destination, convolution, selector, rank, seed, force)
     typer.echo(
-        f"wrote {destination}: {parts_in_words(config)}; it drafts as {source} does\nnext: dflash-hub train --drafter "
-        f"{shlex.quote(destination)} --target TARGET --responses RESPONSES --output RUN"
+        f"wrote {destination}: {parts_in_words(config)}; it drafts as {source} does until `dflash-hub train --drafter` trains it\n"
+        f"next: {command_line('inspect', destination)}"
     )
 
 
-@app.command("import", epilog="\b\ndflash-hub import z-lab/Qwen3-8B-DFlash-b16 qwen3-8b-dflash --target Qwen/Qwen3-8B")
+@app.command("import", epilog="\b\ndflash-hub import . my-drafter")
 def import_(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint of any known format: repository or folder.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SRC", help="Checkpoint of any known format: repository or folder, as z-lab/Qwen3-8B-DFlash-b16."
+        ),
+    ],
     destination: Annotated[str | None, typer.Argument(metavar="DST", help="Folder to write.")] = None,
     target: Annotated[str | None, typer.Option(help="The model that the drafter was made for.")] = None,
     target_revision: TargetRevision = None,
@@ -214,8 +248,8 @@ def import_(
     )
     if not dry_run:
         typer.echo(
-            f"wrote {destination}\nnext: AutoModel.from_pretrained({in_python(destination)}, trust_remote_code=True), or "
-            f"dflash-hub inspect {shlex.quote(destination)}"
+            f"wrote {destination}, for AutoModel.from_pretrained({in_python(destination)}, trust_remote_code=True)\n"
+            f"next: {command_line('inspect', destination)}"
         )
 
 
@@ -278,7 +312,7 @@ def inspect(
     typer.echo(describe(read_drafter(source, original, revision, config, allow_pickle)))
 
 
-@app.command(epilog="\b\ndflash-hub card my-drafter --benchmark bench-demo/summary.json")
+@app.command(epilog="\b\ndflash-hub import . my-drafter\ndflash-hub card my-drafter")
 def card(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="A drafter's folder.")],
     benchmark: Annotated[list[Path] | None, typer.Option(help="A summary.json of bench; repeatable.")] = None,
@@ -293,10 +327,14 @@ def card(
     from ..convert.card import write_card
 
     write_card(folder, benchmark or (), repository, force, license, target_name)
-    typer.echo(f"wrote {folder}/README.md\nnext: dflash-hub push {shlex.quote(folder)} ORG/NAME --dry-run")
+    # An id that a folder's name gives; nothing is uploaded in a dry run.
+    address = (
+        repository or f"my-name/{re.sub('[^A-Za-z0-9_-]+', '-', Path(folder).resolve().name).strip('-') or 'drafter'}"
+    )
+    typer.echo(f"wrote {folder}/README.md\nnext: {command_line('push', folder, address, '--dry-run')}")
 
 
-@app.command(epilog="\b\ndflash-hub push my-drafter my-name/my-drafter --dry-run")
+@app.command(epilog="\b\ndflash-hub push . my-name/my-drafter --dry-run")
 def push(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="A drafter's folder.")],
     repository: Annotated[str, typer.Argument(metavar="REPO", help="Id on the Hub, as org/name.")],
@@ -309,10 +347,12 @@ def push(
     files, url = push_drafter(folder, repository, not public, dry_run)
     typer.echo("\n".join(files))
     if url is None:
-        typer.echo(f"nothing uploaded; next: dflash-hub push {shlex.quote(folder)} {repository}")
+        typer.echo("nothing uploaded; weights and a record that these supersede on the Hub would be deleted")
+        typer.echo(f"next: {command_line('push', folder, repository)}")
     else:
         typer.echo(
-            f'uploaded: {url}\nnext: AutoModel.from_pretrained("{repository}", revision="COMMIT", trust_remote_code=True)'
+            f'uploaded: {url}, for AutoModel.from_pretrained("{repository}", revision="COMMIT", trust_remote_code=True)\n'
+            f"next: {command_line('inspect', repository)}"
         )
 
 
@@ -365,37 +405,54 @@ def bench(
     sets = [load_prompts(source, count, choice_seed) for source in sources]
     command = typed_command()
     names = [name.strip() for name in methods.split(",")]
+    batches = number_list(rows, "--rows") if rows else []
+    if batches:
+        from ..benchmark.rows import check_counts, methods_of_rows
+
+        methods_of_rows(names)
+        check_counts(sets, batches)
+    levels = number_list(concurrency, "--concurrency")
+    if compare is not None:
+        from ..benchmark.bench import read_settings
+
+        read_settings(compare)
+    refuse_other_content(output, "settings.json", "server.json")
     servers = []
     if server:
         from ..common.server import Server
 
         servers = [Server(url, model) for url in server]
     if servers and not any(name.startswith("served") for name in names):
-        levels = number_list(concurrency, "--concurrency")
         typer.echo(_measure_alone(output, servers, sets, levels, max_new_tokens, temperature, command))
         return
     from ..benchmark.bench import Bench, run_bench
+    from ..benchmark.methods import check_methods
     from ..benchmark.report import write_report
-    from ..benchmark.rows import check_counts, measure_rows, methods_of_rows
+    from ..benchmark.rows import measure_rows
     from ..common.loading import dtype_of
 
     dtype_of(dtype)  # before a target is fetched
-    batches = number_list(rows, "--rows") if rows else []
-    if batches:
-        methods_of_rows(names)
-        check_counts(sets, batches)
+    check_methods(names, assistant)
     models = Bench(
         source_or_default(target, target_revision, trust_remote_code), drafter or str(here), assistant, dtype, max_new_tokens,
         temperature, thinking, chat_template, servers,
     )  # fmt: skip
-    run_bench(output, models, names, sets, choice_seed, seed, command)
-    if batches and models.state.is_main_process:
-        measure_rows(output, models, names, sets, batches, seed)
+    with interruptible(lambda: f"What was measured is in {output}. Go on with: {command}"), writing(output):
+        run_bench(output, models, names, sets, choice_seed, seed, command)
+        if batches and models.state.is_main_process:
+            measure_rows(output, models, names, sets, batches, seed)
     if models.state.is_main_process:
         typer.echo(write_report(output, compare))
-        typer.echo(
-            f"wrote {output}/report.md, {output}/summary.json and plots\nnext: dflash-hub bench --compare {output} ..."
-        )
+        typer.echo(f"wrote {output}/report.md, {output}/summary.json and plots\nnext: {against(output)}")
+
+
+def against(output: Path) -> str:
+    """The command as typed, to be measured anew and compared with what is in `output`."""
+    typed, again = shlex.split(typed_command()), f"{str(output).rstrip('/')}-again"
+    replaced = [
+        again if word == str(output) else word.replace(f"--output={output}", f"--output={again}") for word in typed
+    ]
+    return shlex.join([*replaced, "--compare", str(output)])
 
 
 def _measure_alone(output: Path, servers: list, sets, *settings) -> str:
@@ -418,20 +475,21 @@ def number_list(text: str, option: str) -> list[int]:
     return numbers
 
 
-app.command(epilog="\b\ndflash-hub regenerate --prompts demo --max-new-tokens 48 --output answers-demo")(
+app.command(epilog="\b\ndflash-hub regenerate --prompts demo --max-new-tokens 48 --output responses-demo")(
     commands.regenerate
 )
 app.command(
-    epilog="\b\ndflash-hub regenerate --prompts demo --max-new-tokens 48 --output answers-demo\n"
-    "dflash-hub train --responses answers-demo --layers 1 --block-size 4 --validation 2 --eval-prompts 1 --max-steps 4 --output run-demo"
+    epilog="\b\ndflash-hub regenerate --prompts demo --max-new-tokens 48 --output responses-demo\n"
+    "dflash-hub train --responses responses-demo --layers 1 --block-size 4 --validation 2 --eval-prompts 1 --max-steps 4 --output run-demo"
 )(commands.train)
 app.command(
     epilog="\b\ndflash-hub vocabulary . smaller-head --responses data/responses/smollm2-135m-instruct.jsonl --size 4096"
 )(commands.vocabulary)
-app.command(epilog="\b\ndflash-hub check --drafter . --count 2")(commands.check)
-app.command(epilog="\b\ndflash-hub align --drafter . --target TUNED --prompts prompts.jsonl --output aligned")(
-    commands.align
-)
+app.command(epilog="\b\ndflash-hub check --count 2")(commands.check)
+app.command(
+    epilog="\b\ndflash-hub align --prompts demo --count 4 --max-new-tokens 16 --validation 1 --eval-prompts 1 --max-steps 1 "
+    "--output aligned-demo"
+)(commands.align)
 
 
 def main():

@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from ..common.console import typed_command
-from ..common.files import read_yaml
+from ..common.console import command_line, interruptible, typed_command
+from ..common.files import read_yaml, refuse_other_content, writing
 from ..common.prompts import prompt_source, read_prompts
 from ..common.target_source import TargetRevision, TargetSource, TrustRemoteCode
 from ..training.options import ChatTemplate, TrainOptions, with_new_names
 from .options import License, source_or_default, takes_fields
 
+SHIPPED = str(Path(__file__).parent.parent)  # the folder of the shipped drafter
 RECORDED = ("data", "weights")  # of `run.yaml`, and no options
 
 
@@ -88,6 +89,12 @@ def regenerate(
     keep_assistant_turns: KeepAssistant = False,
 ):
     """Let the target answer prompts: what a drafter is trained on. Exit code 1 where none has an answer."""
+    from ..common.loading import dtype_of
+
+    dtype_of(dtype)
+    if not temperature and (top_p is not None or top_k is not None):
+        raise ValueError("--top-p and --top-k are of sampling; pass --temperature as well.")
+    refuse_other_content(output, "settings.json")
     rows, left_out = chosen_prompts(prompts, column, count, seed, keep_assistant_turns)
     source = source_or_default(target, target_revision, trust_remote_code)
     sampling = {"do_sample": False}
@@ -99,7 +106,13 @@ def regenerate(
         sampling=sampling, thinking=thinking, batch_size=batch_size, dtype=dtype, seed=seed, chat_template=chat_template,
         left_out=left_out,
     )  # fmt: skip
-    typer.echo(f"next: dflash-hub train {source.options()} --responses {output} --output drafter-run")
+    modes = [] if thinking is None else ["--thinking" if thinking else "--no-thinking"]
+    modes += ["--chat-template", chat_template] if chat_template else []
+    few = ["--validation", max(1, len(rows) // 8)] if len(rows) <= 2 * TrainOptions.validation else []
+    told = command_line(
+        "train", *shlex.split(source.options()), "--responses", output, *modes, *few, "--output", "drafter-run"
+    )
+    typer.echo(f"next: {told}")
 
 
 def chosen_prompts(
@@ -142,7 +155,10 @@ def answer_prompts(
     if under:
         generation["generation_config"] = under
     settings = answers.answer_settings(target.path, identity, tokenizer, thinking, generation)
-    counts = answers.regenerate(output, source, tokenizer, rows, settings, thinking, max_prompt_tokens, seed, left_out)
+    with interruptible(lambda: where_answers_stopped(output)), writing(output):
+        counts = answers.regenerate(
+            output, source, tokenizer, rows, settings, thinking, max_prompt_tokens, seed, left_out
+        )
     if getattr(source, "retokenized", 0):
         typer.echo(
             f"{source.retokenized} answers came as text without token ids; their ids are the tokenizer's reading of it."
@@ -154,11 +170,33 @@ def answer_prompts(
         raise typer.Exit(1)
 
 
+def where_answers_stopped(output: Path) -> str:
+    """Say how much is answered after an interruption, and how to go on."""
+    path = output / "answers.jsonl"
+    count = path.read_bytes().count(b"\n") if path.exists() else 0
+    return f"{path} holds {count} answers. Go on with: {typed_command()}"
+
+
+def where_training_stopped(output: Path) -> str:
+    """Say which checkpoint a run can go on from, and how."""
+    from ..training.checkpoints import saved_checkpoints
+
+    if not (output / "run.yaml").exists():
+        return "Nothing was written."
+    saved = saved_checkpoints(output)
+    where = f"The newest checkpoint is {saved[0]}." if saved else "No checkpoint was saved yet; the run begins anew."
+    typed = typed_command()
+    return f"{where} Go on with: {typed if '--resume' in typed.split() else f'{typed} --resume'}"
+
+
 @takes_fields(TrainOptions)
 def train(
     target: Annotated[str | None, Option(help="Repository or folder. Default: SmolLM2-135M-Instruct.")] = None,
     config: Config = None,
     resume: Annotated[bool, Option("--resume", help="Go on from the last checkpoint.")] = False,
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="Say what tokens, time, memory and disk the run will take; write nothing.")
+    ] = False,
     target_layers: Annotated[
         str | None, Option(help="Target layers whose hidden states a fresh drafter reads, as 1,9,17.")
     ] = None,
@@ -181,7 +219,8 @@ def train(
         arguments=dict(read_argument(text) for text in argument or []),
         **fields,
     ).with_source(source)
-    figures = run(options, typed_command(), resume)
+    with interruptible(lambda: where_training_stopped(Path(options.output))), writing(options.output):
+        figures = run(options, typed_command(), resume, dry_run)
     if figures:
         state_license(f"{options.output}/drafter", license)
         typer.echo(json_lines(figures))
@@ -189,7 +228,7 @@ def train(
             typer.echo("(teacher-forced is higher than real: anchors at random meet long accepted runs more often)")
         typer.echo(
             f"wrote {options.output}/drafter, {options.output}/curves.png\n"
-            f"next: dflash-hub bench {options.source.options()} --drafter {options.output}/drafter --prompts OTHERS --output bench-run"
+            f"next: {bench_line(options.source, options.output)}"
         )
 
 
@@ -199,6 +238,21 @@ def state_license(drafter: str, license: str | None):
 
     if license is not None:
         write_card(drafter, license=license)
+
+
+def bench_line(target: TargetSource, output: str | Path) -> str:
+    """A command that measures the new drafter, on a few prompts of ours."""
+    drafter = f"{output}/drafter"
+    return command_line(
+        "bench",
+        *shlex.split(target.options()),
+        "--drafter",
+        drafter,
+        "--prompts",
+        "demo",
+        "--output",
+        f"{output}-bench",
+    )
 
 
 def layer_list(text: str | None) -> list[int] | None:
@@ -235,12 +289,12 @@ def vocabulary(
     listed = write_with_vocabulary(drafter, output, responses, size, force)
     typer.echo(f"listed {listed}")
     typer.echo(
-        f"wrote {output}\nnext: dflash-hub bench --drafter {shlex.quote(output)} --prompts OTHERS --output bench-run"
+        f"wrote {output}\nnext: dflash-hub bench --drafter {shlex.quote(output)} --prompts demo --output bench-run"
     )
 
 
 def check(
-    drafter: Annotated[str, Option(help="Repository or folder.")],
+    drafter: Annotated[str | None, Option(help="Repository or folder. Default: the shipped one.")] = None,
     target: Annotated[str | None, Option(help="Repository or folder. Default: SmolLM2-135M-Instruct.")] = None,
     target_revision: TargetRevision = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -252,15 +306,16 @@ def check(
     chat_template: ChatTemplate = None,
 ):
     """Is this drafter right for this target, and if it accepts little, why? Exit code 1 where something is wrong."""
-    from ..common.loading import load_target
-    from ..configuration_dflash import DFlashConfig
+    from ..common.loading import drafter_config, dtype_of, load_target
     from ..modeling_dflash import DFlashDraftModel
     from ..training.check import check as run
     from ..training.check import read_record
 
+    drafter = drafter or SHIPPED
+    dtype_of(dtype)
     rows = chosen_prompts(prompts or ["demo"], None, None, 0)[0][:count]
     source = source_or_default(target, target_revision, trust_remote_code)
-    source = source.for_drafter(DFlashConfig.from_pretrained(drafter))
+    source = source.for_drafter(drafter_config(drafter))
     loaded, tokenizer = load_target(source, dtype, chat_template)
     model = DFlashDraftModel.from_pretrained(drafter, dtype=loaded.dtype, device_map={"": loaded.device}).eval()
     findings = run(model, loaded, tokenizer, rows, thinking, read_record(drafter), max_new_tokens)
@@ -277,10 +332,15 @@ def check(
     epochs=4.0, optimizer="adamw", learning_rate=3e-4, evaluations=8, patience=2,
 )  # fmt: skip
 def align(
-    drafter: Annotated[str, Option(help="The drafter, made for the target before it changed: repository or folder.")],
-    target: Annotated[str, Option(help="The changed target: repository or folder.")],
     output: Annotated[Path, Option(help="Folder of the alignment; an interrupted one is continued.")],
     prompts: Annotated[list[str], Option(help="JSONL file of prompts, or a data set: NAME or NAME:SPLIT; repeatable.")],
+    drafter: Annotated[
+        str | None,
+        Option(help="Made for the target before it changed: repository or folder. Default: the shipped one."),
+    ] = None,
+    target: Annotated[
+        str | None, Option(help="The changed target: repository or folder. Default: SmolLM2-135M-Instruct.")
+    ] = None,
     count: Annotated[int, Option(min=4, help="Prompts that the changed target answers.")] = 256,
     max_new_tokens: Annotated[int, Option(min=2, help="Tokens of a response, at most.")] = 512,
     license: License = None,
@@ -295,6 +355,8 @@ def align(
 
     if accelerate.PartialState().num_processes > 1:
         raise ValueError("align runs in one process; train in many with `dflash-hub train --drafter`.")
+    refuse_other_content(output, "answers", "run")
+    drafter, target = drafter or SHIPPED, target or source_or_default(None).path
     rows, left_out = chosen_prompts(prompts, fields["column"], count, fields["seed"], keep_assistant_turns)
     options = TrainOptions(
         target=target,
@@ -310,9 +372,8 @@ def align(
         sampling={"do_sample": False}, thinking=options.thinking, batch_size=64, dtype=options.dtype, seed=options.seed,
         chat_template=options.chat_template, left_out=left_out,
     )  # fmt: skip
-    typer.echo(run(options, output, typed_command()))
+    with interruptible(lambda: f"What was done is in {output}. Go on with: {typed_command()}"), writing(output):
+        report = run(options, output, typed_command())
     state_license(f"{output}/drafter", license)
-    typer.echo(
-        f"wrote {output}/drafter and {output}/report.md\n"
-        f"next: dflash-hub bench {options.source.options()} --drafter {output}/drafter --prompts OTHERS --output bench-run"
-    )
+    typer.echo(report)
+    typer.echo(f"wrote {output}/drafter and {output}/report.md\nnext: {bench_line(options.source, output)}")

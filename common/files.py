@@ -1,6 +1,7 @@
 """Files and folders: read with a clear error, written whole or not at all."""
 
 import contextlib
+import errno
 import json
 import re
 import shutil
@@ -13,6 +14,61 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 LARGEST_JSON = 64 * 2**20
+
+
+# By these parts of their messages errors of safetensors and torch are known that come from a full disk.
+FULL_DISK = ("No space left on device", "PytorchStreamWriter failed writing", "inline_container.cc", "iostream error")
+
+
+class DiskFull(OSError):
+    """The disk is full, with the path that was being written."""
+
+    def __init__(self, path: str | Path):
+        super().__init__(f"the disk is full: {path} could not be written. Free some space, and run the command again.")
+
+
+def disk_is_full(error: BaseException) -> bool:
+    """Whether an error, or what it came from, says that the disk is full. safetensors and torch have errors of their own."""
+    while error is not None:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if any(part in str(error) for part in FULL_DISK):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextlib.contextmanager
+def writing(path: str | Path):
+    """Name the path in the error of a full disk, which often names none.
+
+    Raises:
+        DiskFull: names the path.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, DiskFull) or not disk_is_full(error):
+            raise
+        raise DiskFull(path) from error
+
+
+def refuse_other_content(folder: str | Path, *markers: str):
+    """Refuse to fill a folder that holds something else: two things in one folder would be taken for one.
+
+    Args:
+        markers: files by which the command knows a folder of its own.
+
+    Raises:
+        ValueError: it holds files, and none of these; names some.
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; pass a folder as --output.")
+    found = sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")) if folder.is_dir() else []
+    if found and not any((folder / name).exists() for name in markers):
+        shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+        raise ValueError(f"{folder} holds something else ({shown}); pass a new or an empty folder as --output.")
 
 
 @contextlib.contextmanager
@@ -34,7 +90,8 @@ def new_folder(destination: str | Path, force: bool = False):
         try:
             filling = beside / "new"
             filling.mkdir()
-            yield filling
+            with writing(destination):
+                yield filling
             if destination.exists():
                 destination.rename(beside / "old")
             try:

@@ -3,7 +3,9 @@
 import accelerate
 import torch
 
+from ..configuration_dflash import DFlashConfig
 from .chat import choose_template
+from .files import in_a_line
 from .target_source import TargetSource
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -49,6 +51,18 @@ def load_target(source: str | TargetSource, dtype: str, chat_template: str | Non
     state = accelerate.PartialState(cpu=not torch.accelerator.is_available())
     target = TargetSource.of(source).model(dtype=torch_dtype, device_map={"": state.device})
     return target.requires_grad_(False).eval(), load_tokenizer(source, chat_template)
+
+
+def drafter_config(drafter: str) -> DFlashConfig:
+    """The config of a drafter's folder or repository; cheap, so that a wrong one is said before a target is loaded.
+
+    Raises:
+        OSError: there is none; names the drafter.
+    """
+    try:
+        return DFlashConfig.from_pretrained(drafter)
+    except OSError as error:
+        raise OSError(f"no drafter can be read at {drafter!r}: {in_a_line(error)}") from error
 
 
 def load_tokenizer(source: str | TargetSource, chat_template: str | None = None):

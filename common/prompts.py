@@ -200,7 +200,7 @@ def _load_dataset(*name: str, split: str):
     try:
         from datasets import load_dataset
     except ImportError:
-        raise ValueError("public prompt sets need the package `datasets`: pip install 'dflash-hub[bench]'.") from None
+        raise ValueError("public prompt sets need the package `datasets`: pip install datasets.") from None
     try:
         return load_dataset(*name, split=split)
     except Exception as error:  # of many classes, by where it looked

@@ -12,12 +12,11 @@ from huggingface_hub.utils import validate_repo_id
 from ..common.files import in_a_line, read_json
 from ..common.tables import interval, table
 from ..configuration_dflash import SLIDING, DFlashConfig
-from ..hub_files import CARD_MARK, write_text
+from ..hub_files import CARD_MARK, RECORD, YOURS, write_text
 from .engines import TITLES, TYPED, blockers, export_and_serve, export_for_llamacpp, warnings_of
 from .gguf_layout import unsupported_fields
 from .reading import read_ours
 
-RECORD = "training_record.json"
 TAGS = ["speculative-decoding", "dflash", "draft-model", "block-diffusion"]
 # How the snippet loads the drafter, and where it does so until the folder has an address.
 LOAD = ', trust_remote_code=True, dtype="auto", device_map="auto")'
@@ -27,7 +26,6 @@ DEFINITIONS = (
     "tau: tokens that a round adds to the text, the target's own token included. Speedup: seconds of plain `generate` over "
     "seconds of the method. In brackets: 95% interval over prompts."
 )
-YOURS = "<!-- What stands below this line is kept when the card is written again. -->"
 
 
 def write_card(

@@ -195,9 +195,8 @@ def local_folder(source: str, revision: str | None = None, allow_pickle: bool = 
 
 def _safetensors_files(home: Path) -> dict[Path, set[str] | None]:
     """File to the names that the index promises of it, None where there is no index."""
-    index = home / "model.safetensors.index.json"
-    if not index.is_file():
-        single = home / "model.safetensors"
+    index, single = home / "model.safetensors.index.json", home / "model.safetensors"
+    if single.is_file() or not index.is_file():  # in the order of transformers, so that all readers agree
         paths = [single] if single.is_file() else sorted(home.glob("*.safetensors"))
         return {path: None for path in paths if path.is_file()}
     files = {}

@@ -5,8 +5,8 @@ import math
 from pathlib import Path
 
 from ..configuration_dflash import SLIDING
-from ..hub_files import custom_generate_source, nonfinite_sentence
-from .card import RECORD, attention_in_words, parts_in_words, vocabulary_in_words
+from ..hub_files import RECORD, custom_generate_source, nonfinite_sentence, weight_paths
+from .card import attention_in_words, parts_in_words, vocabulary_in_words
 from .checkpoint import Stored
 from .engines import TITLES, blockers, export_and_serve, export_for_llamacpp, llamacpp_command, serve_command
 from .gguf_files import InGguf
@@ -119,6 +119,14 @@ def warnings_about(drafter: Drafter) -> list[str]:
     stated = drafter.checkpoint.config.get("dtype") or drafter.checkpoint.config.get("torch_dtype")
     if stated and stated != str(config.dtype).removeprefix("torch."):
         found.append(f"config.json says {stated}, the weights are {str(config.dtype).removeprefix('torch.')}")
+    if (
+        drafter.layout == OURS
+        and len({path.name.endswith(".index.json") for path in weight_paths(folder)}) > 1
+        and any(tensor.file.name == "model.safetensors" for tensor in drafter.match.drafter.values())
+    ):
+        found.append(
+            "model.safetensors and an index of several files: all readers take the first, the others may be stale"
+        )
     if config.target_layer_ids != sorted(config.target_layer_ids):
         found.append("the target layers are not in order; the context projection reads them as they are listed")
     for name in ("bos_token_id", "pad_token_id"):
@@ -143,6 +151,8 @@ def _foreign_code(folder: Path) -> list[str]:
     """Python files that loading with `trust_remote_code` can reach and that are not the installed package's."""
 
     def differs(path: Path) -> bool:
+        if not path.read_bytes().strip():  # the repository's custom_generate/ is a package, whose __init__.py is empty
+            return False
         if path.parent != folder:
             return path.name != "generate.py" or path.read_bytes() != custom_generate_source().encode()
         mine = HERE / path.name

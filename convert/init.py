@@ -387,10 +387,10 @@ def weight_files(target: str, revision: str | None = None) -> dict[str, str]:
             return dict(get_safetensors_metadata(target, revision=revision).weight_map)
         except (NotASafetensorsRepoError, SafetensorsParsingError, HTTPError, OSError):
             return {}
+    if (folder / "model.safetensors").is_file():  # in the order of transformers
+        return dict.fromkeys(tensors_of({folder / "model.safetensors": None}), "model.safetensors")
     if (folder / "model.safetensors.index.json").is_file():
         return read_index(folder / "model.safetensors.index.json")
-    if (folder / "model.safetensors").is_file():
-        return dict.fromkeys(tensors_of({folder / "model.safetensors": None}), "model.safetensors")
     return {}
 
 

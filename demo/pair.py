@@ -9,10 +9,9 @@ import torch
 import transformers
 
 from ..common.chat import in_mode
-from ..common.loading import DTYPES, load_tokenizer, room_for_answer
+from ..common.loading import DTYPES, drafter_config, load_tokenizer, room_for_answer
 from ..common.smollm2 import smollm2
 from ..common.target_source import TargetSource
-from ..configuration_dflash import DFlashConfig
 from ..decode_statistics import Speculation
 from ..modeling_dflash import DFlashDraftModel
 
@@ -39,7 +38,7 @@ class Pair:
         transformers.utils.logging.disable_progress_bar()
         path, self.source = (target, "") if target else smollm2()
         self.drafter_path = drafter or str(Path(__file__).parent.parent)
-        source = TargetSource.of(path).for_drafter(DFlashConfig.from_pretrained(self.drafter_path))
+        source = TargetSource.of(path).for_drafter(drafter_config(self.drafter_path))
         self.source = self.source or " at ".join(filter(None, (source.path, source.revision)))
         self.tokenizer = load_tokenizer(source, chat_template)
         placed = "auto" if torch.cuda.is_available() else "cpu"

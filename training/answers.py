@@ -12,6 +12,7 @@ conversation so far, the target's own answers in it. An answer that does not end
 import hashlib
 import json
 import random
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ from http.client import HTTPException
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from transformers import Cache, GenerationConfig, LogitsProcessorList
 from transformers.generation import StoppingCriteriaList
 
 from ..common.chat import encode, turns_of
+from ..common.console import SteadyProgress
 from ..common.files import json_lines, read_json, repeated
 from ..common.identity import same_target, template_fingerprint
 from ..common.loading import cut_at_end, end_tokens, left_padded, pad_token
@@ -32,6 +34,7 @@ from ..decode_choice import SCORES_ONLY
 from ..decode_settings import refuse_unsupported, resolve_generation_config
 from ..hub_files import write_text
 from ..target_model import CACHE, contiguous_head
+from .forecast import forecast_answers
 
 
 @dataclass
@@ -89,8 +92,17 @@ class LocalTarget:
     def __init__(self, target, tokenizer, max_new_tokens: int, sampling: dict, batch_size: int):
         self.target = target
         self.batch_size = batch_size
-        self.settings = {"max_new_tokens": max_new_tokens, **sampling}
+        self.settings, self.limit = {"max_new_tokens": max_new_tokens, **sampling}, max_new_tokens
         self.ends, self.pad = end_tokens(target), pad_token(target, tokenizer)
+
+    @torch.no_grad()
+    def tokens_per_second(self, prompts: list[list[int]], tokens: int) -> float:
+        """Measure how fast prompts are answered, the prefill included, on at most so many tokens for each."""
+        inputs = left_padded(prompts, self.pad, self.target.device)
+        start = time.perf_counter()
+        output = self.target.generate(**inputs, **self.settings | {"max_new_tokens": min(tokens, self.limit)})
+        new = output[:, inputs["input_ids"].shape[1] :].tolist()  # also waits for the device
+        return sum(len(cut_at_end(row, self.ends)) for row in new) / (time.perf_counter() - start)
 
     @torch.no_grad()
     def answer(self, prompts: list[list[int]], seed: int) -> list[list[int] | Exception]:
@@ -121,9 +133,13 @@ class RemoteTarget:
 
     def __init__(self, server: Server, tokenizer, max_new_tokens: int, sampling: dict, batch_size: int):
         self.server, self.tokenizer, self.batch_size = server, tokenizer, batch_size
+        self.limit = max_new_tokens
         self.settings = {"max_tokens": max_new_tokens, "temperature": sampling.get("temperature", 0.0)}
         self.settings |= {name: sampling[name] for name in ("top_p", "top_k") if name in sampling}
         self.retokenized = 0
+
+    def tokens_per_second(self, prompts: list[list[int]], tokens: int) -> None:
+        """A server is not asked for what nobody wants to keep."""
 
     def answer(self, prompts: list[list[int]], seed: int) -> list[list[int] | Exception]:
         with ThreadPoolExecutor(len(prompts)) as pool:
@@ -187,11 +203,16 @@ def regenerate(
     rows = list(prompts)
     random.Random(seed).shuffle(rows)  # so that an interrupted run holds a fair sample
 
+    first = due_prompts(rows, turns, 0, answers, tokenizer, thinking, max_prompt_tokens, [])
+    if first:
+        batches = [[ids for _, ids in batch] for batch in batches_by_length(first, source.batch_size)]
+        print(forecast_answers(source, batches, output), flush=True)
+
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "[{task.fields[speed]:.0f} tokens/s]",
                TimeRemainingColumn())  # fmt: skip
     with (
         (output / "answers.jsonl").open("a", encoding="utf-8") as file,
-        Progress(*[TextColumn(c) if isinstance(c, str) else c for c in columns]) as bar,
+        SteadyProgress(*[TextColumn(c) if isinstance(c, str) else c for c in columns]) as bar,
     ):
         for turn in range(max(map(len, turns.values()))):
             due = due_prompts(rows, turns, turn, answers, tokenizer, thinking, max_prompt_tokens, failures)
@@ -210,8 +231,8 @@ def regenerate(
                     row["messages_sha256"] = messages_digest(prompt, turn)
                     file.write(json.dumps(row, separators=(",", ":")) + "\n")
                 file.flush()
-                bar.advance(task, len(batch))
                 bar.update(task, speed=tokens / max(bar.tasks[task].elapsed or 0, 1e-9))
+                bar.advance(task, len(batch))
     if failures or (output / "failures.jsonl").exists():
         write_text(output / "failures.jsonl", "".join(json.dumps(failure) + "\n" for failure in failures))
     return {

@@ -9,6 +9,7 @@ import json
 import math
 import random
 import sys
+import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,21 +18,22 @@ import accelerate
 import torch
 import yaml
 from rich.console import Console
-from rich.progress import Progress
 from rich.text import Text
 from torch import nn
 from transformers import (
     EarlyStoppingCallback,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PrinterCallback,
     TrainerCallback,
     TrainingArguments,
 )
 from transformers.integrations import get_reporting_integration_callbacks
 
-from ..common.files import complete_lines, in_a_line, new_folder, one_writer, read_json, read_yaml
+from ..common.console import LINE_SECONDS, duration, progress_bar
+from ..common.files import complete_lines, in_a_line, new_folder, one_writer, read_json, read_yaml, refuse_other_content
 from ..common.identity import differences, has_thinking_modes, identify, same_target, template_fingerprint
-from ..common.loading import load_target
+from ..common.loading import dtype_of, load_target
 from ..common.prompts import read_prompts
 from ..configuration_checks import FULL, SLIDING
 from ..configuration_dflash import DFlashConfig
@@ -55,6 +57,7 @@ from .losses import BlockLoss, SelectorLoss, gamma_of
 from .options import TrainOptions, resolved, with_new_names
 from .record import check_recordable, longest_trained, training_record, training_result
 from .trainer import DFlashTrainer, check_whole, checkpoint_activations, evaluate
+from .trial import forecast_training
 from .vocabulary import Vocabulary, frequent_tokens
 
 SAID_OF_THE_TARGET = (  # fields of a drafter's config
@@ -104,17 +107,40 @@ class Run:
         """Whether all batches have one shape, for which flex attention is compiled once."""
         return self.attention == "flex_attention"
 
+    @property
+    def width(self) -> int | None:
+        """Length that all sequences are padded to; None for the longest of a batch."""
+        return (self.options.pack_length or max(self.dataset.lengths())) if self.fixed_shape else None
 
-def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of an optimizer step, over all processes."""
+        return self.options.batch_size * self.options.accumulate * accelerate.PartialState().num_processes
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return steps_of(self.options, len(self.dataset))
+
+
+def train(options: TrainOptions, command: str, resume: bool = False, dry_run: bool = False) -> dict:
     """Run or resume a training; returns the final evaluation, empty in all processes but the first.
+
+    Args:
+        command: as typed, for the record.
+        dry_run: only say what the run will take; nothing is written.
 
     Raises:
         ValueError: options, answers, target and drafter do not fit together; says what was found and what to do.
     """
     checkpoint = resumable_checkpoint(Path(options.output)) if resume else None
-    run = plan_run(options)
+    run = plan_run(options, resume)
     check_recordable(run, command)
-    trainer = begin(run, resume)
+    if accelerate.PartialState().is_main_process:
+        print(forecast_training(run), flush=True)
+    if dry_run:
+        return {}
+    trainer = begin(run)
     if checkpoint is not None:
         run.arguments.eval_on_start = False  # to early stopping it would be an evaluation without a better one
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -122,22 +148,25 @@ def train(options: TrainOptions, command: str, resume: bool = False) -> dict:
     return finish(run, trainer, command) if trainer.is_world_process_zero() else {}
 
 
-def plan_run(options: TrainOptions) -> Run:
+def plan_run(options: TrainOptions, resume: bool = False) -> Run:
     """Load target, data and a warm start, and refuse whatever does not fit together, before anything is written.
+
+    What can be judged without the target is judged before it is loaded.
 
     Raises:
         ValueError: see `train`.
     """
     check_environment(options)
     options = resolved(options)
+    attention = check_options(options, resume)
+    prompts = prompts_by_id(options)
     drafter = None
     if options.drafter is not None:
         drafter = warm_drafter(options)
         options = options.with_source(options.source.for_drafter(drafter.config))
     target, tokenizer = load_target(options.source, options.dtype, options.chat_template)
     identity = identify(target)
-    data = load_data(options, target, tokenizer, identity)
-    attention = choose_attention(options.attention)
+    data = load_data(options, prompts, target, tokenizer, identity)
     if drafter is not None:
         check_thinking(drafter.config, options, tokenizer)
         check_pair(drafter, target)
@@ -167,13 +196,44 @@ def plan_run(options: TrainOptions) -> Run:
     )  # fmt: skip
 
 
-def load_data(options: TrainOptions, target, tokenizer, identity: dict) -> Data:
+def check_options(options: TrainOptions, resume: bool) -> str:
+    """Judge all options that need no target, and the folder of the run; returns the drafter's attention.
+
+    Raises:
+        ValueError: names the option, and says what to do.
+    """
+    output = Path(options.output)
+    if accelerate.PartialState().is_main_process:  # which fills it, at once maybe
+        refuse_other_content(output, "run.yaml")
+        if (output / "run.yaml").exists() and not resume:
+            raise ValueError(f"{output} holds a run already; pass --resume to go on with it, or another --output.")
+    dtype_of(options.dtype)
+    BlockLoss(options.loss, None)
+    for source in options.responses + options.rehearsal:
+        answers_file(source)
+    attention = choose_attention(options.attention)
+    training_arguments(options, 1, output, attention == "flex_attention")
+    return attention
+
+
+def answers_file(source: str) -> Path:
+    """The file of responses that a folder or file of `regenerate` is.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = Path(source) / "answers.jsonl" if Path(source).is_dir() else Path(source)
+    if not path.is_file():
+        raise ValueError(f"no answers at {path}; make them with `dflash-hub regenerate`.")
+    return path
+
+
+def load_data(options: TrainOptions, prompts: dict[str, dict], target, tokenizer, identity: dict) -> Data:
     """Read the responses, split off validation prompts, and add the rehearsal's share.
 
     Raises:
         ValueError: see `load_rows`, `check_ids`, `usable_rows` and `split_validation`; or a response cannot be replayed.
     """
-    prompts = prompts_by_id(options)
     rows, files, greedy = load_rows(options.responses, prompts, options, tokenizer, identity, text_settings(target))
     check_ids(rows, embedding_rows(target))
     rows, dropped = usable_rows(rows, options.max_length)
@@ -204,13 +264,13 @@ def choose_attention(asked: str | None) -> str:
     return attention
 
 
-def begin(run: Run, resume: bool) -> DFlashTrainer:
+def begin(run: Run) -> DFlashTrainer:
     """Write the run's folder, make a fresh drafter and the cached features, and set up the trainer."""
     options, target, data = run.options, run.target, run.data
     state = accelerate.PartialState()
     if state.is_main_process:
         _open_run(
-            run.output, options, resume, attention=run.attention, gamma=run.gamma,
+            run.output, options, attention=run.attention, gamma=run.gamma,
             data=[file["sha256"] for file in data.files], weights=run.identity["weights"],
         )  # fmt: skip
     cache = None
@@ -224,16 +284,16 @@ def begin(run: Run, resume: bool) -> DFlashTrainer:
     run.drafter.set_attn_implementation(run.attention)
     if options.gradient_checkpointing:
         checkpoint_activations(run.drafter)
-    width = (options.pack_length or max(run.dataset.lengths())) if run.fixed_shape else None
-    callbacks = [LogFile(run.output / "log.jsonl"), FileLists()]
+    callbacks = [LogFile(run.output / "log.jsonl"), FileLists(), *([] if sys.stderr.isatty() else [StepLines()])]
     if options.patience is not None:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=options.patience))
     trainer = DFlashTrainer(
-        run.drafter, target, run.arguments, run.dataset, Collator(cache, width), run.loss, options.num_anchors,
+        run.drafter, target, run.arguments, run.dataset, Collator(cache, run.width), run.loss, options.num_anchors,
         data.validation, options.eval_prompts, options.eval_new_tokens, greedy_answers=data.greedy,
         muon=options.optimizer == "muon", callbacks=callbacks,
         selector_loss=SelectorLoss(run.loss, options.selector_loss, options.missing_gold),
     )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)  # its dictionaries say what the log file and `StepLines` say
     if trainer.is_world_process_zero():
         print(describe(run), flush=True)
         show_sample(data.training[0], run.tokenizer)
@@ -334,10 +394,7 @@ def load_rows(
         ValueError: answers made with another chat template or thinking mode, or by another target; or two answers to one turn.
     """
     limits, greedy = {}, []
-    for source in map(Path, sources):
-        path = source / "answers.jsonl" if source.is_dir() else source
-        if not path.is_file():
-            raise ValueError(f"no answers at {path}; make them with `dflash-hub regenerate`.")
+    for path in map(answers_file, sources):
         settings_path = path.parent / "settings.json"
         fields = ("template", "thinking", "identity", "generation")
         settings = read_json(settings_path, *fields) if settings_path.is_file() else None
@@ -422,7 +479,7 @@ def check_environment(options: TrainOptions):
         ValueError: matplotlib is not installed, or torch is too old for Muon; says what to do.
     """
     if find_spec("matplotlib") is None:
-        raise ValueError("the curves of a run need matplotlib: pip install 'dflash-hub[train]'.")
+        raise ValueError("the curves of a run need matplotlib: pip install matplotlib.")
     if options.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
         raise ValueError(
             f"--optimizer muon needs torch 2.9 or newer, this is {torch.__version__}; pass --optimizer adamw."
@@ -504,7 +561,7 @@ def fill_cache(folder: str, identity: dict, target, drafter, loss: BlockLoss, ro
         return tapped_features(target, ids.to(target.device), mask.to(target.device), layer_ids)
 
     documents = {document_key(row): row for row in rows}
-    with one_writer(folder), Progress(transient=True) as bar:
+    with one_writer(folder), progress_bar() as bar:
         cache = FeatureCache(Path(folder), identity, layer_ids)  # with what another run wrote until now
         cache.verify()
         task = bar.add_task("features", total=sum(key not in cache.where for key in documents))
@@ -512,10 +569,15 @@ def fill_cache(folder: str, identity: dict, target, drafter, loss: BlockLoss, ro
     return cache
 
 
+def steps_of(options: TrainOptions, num_packs: int) -> int:
+    """Optimizer steps that the options ask for, on so many sequences."""
+    per_step = options.batch_size * options.accumulate * accelerate.PartialState().num_processes
+    return options.max_steps if options.max_steps > 0 else math.ceil(options.epochs * math.ceil(num_packs / per_step))
+
+
 def training_arguments(options: TrainOptions, num_packs: int, output: Path, fixed: bool = False) -> TrainingArguments:
     """The paper's recipe (section 5.1: cosine, warm-up, clipping, and AdamW where `options.optimizer` says so)."""
-    per_step = options.batch_size * options.accumulate * accelerate.PartialState().num_processes
-    steps = options.max_steps if options.max_steps > 0 else math.ceil(options.epochs * math.ceil(num_packs / per_step))
+    steps = steps_of(options, num_packs)
     every = max(1, steps // max(1, options.evaluations))
     fields = {
         "output_dir": str(output / "checkpoints"), "max_steps": options.max_steps, "num_train_epochs": options.epochs,
@@ -524,7 +586,7 @@ def training_arguments(options: TrainOptions, num_packs: int, output: Path, fixe
         "max_grad_norm": 1.0, "weight_decay": 0.0, "adam_beta2": 0.95, "bf16": options.bf16,
         "dataloader_drop_last": fixed and num_packs > options.batch_size, "ddp_find_unused_parameters": False,
         "remove_unused_columns": False, "label_names": [], "seed": options.seed, "data_seed": options.seed,
-        "logging_steps": max(1, min(10, steps // 10)), "report_to": "none", "disable_tqdm": None,
+        "logging_steps": max(1, min(10, steps // 10)), "report_to": "none", "disable_tqdm": not sys.stderr.isatty(),
         "eval_strategy": "steps" if options.eval_prompts else "no", "eval_steps": every,
         "save_strategy": "steps", "save_steps": every, "save_total_limit": 2,
         "load_best_model_at_end": False, "restore_callback_states_from_checkpoint": True, "metric_for_best_model": "acceptance_length", "greater_is_better": True,
@@ -557,12 +619,11 @@ def training_arguments(options: TrainOptions, num_packs: int, output: Path, fixe
     return made
 
 
-def _open_run(output: Path, options: TrainOptions, resume: bool, **resolved):
+def _open_run(output: Path, options: TrainOptions, **resolved):
+    """Write the options of a new run, or compare them with those of the run that is resumed; see `check_options`."""
     path = output / "run.yaml"
     stated = dataclasses.asdict(options) | resolved
     if path.exists():
-        if not resume:
-            raise ValueError(f"{output} holds a run already; pass --resume to go on with it, or another --output.")
         before = read_yaml(path.read_text(encoding="utf-8"), str(path))
         if not isinstance(before, dict):
             raise ValueError(f"{path} holds no options, it is damaged; start anew with another --output.")
@@ -577,6 +638,27 @@ def _open_run(output: Path, options: TrainOptions, resume: bool, **resolved):
         return
     output.mkdir(parents=True, exist_ok=True)
     write_text(path, yaml.safe_dump(stated, sort_keys=False))
+
+
+class StepLines(TrainerCallback):
+    """Prints a line now and then where there is no terminal for a progress bar."""
+
+    def __init__(self, every: float = LINE_SECONDS):
+        self.every, self.start, self.first, self.last = every, 0.0, 0, 0.0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.start = self.last = time.monotonic()
+        self.first = state.global_step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        now, done = time.monotonic(), state.global_step - self.first
+        if state.is_world_process_zero and now - self.last >= self.every:
+            self.last = now
+            left = duration((now - self.start) / done * (state.max_steps - state.global_step))
+            loss = next((f", loss {entry['loss']}" for entry in reversed(state.log_history) if "loss" in entry), "")
+            print(
+                f"step {state.global_step} of {state.max_steps}{loss}, about {left} left", file=sys.stderr, flush=True
+            )
 
 
 class LogFile(TrainerCallback):

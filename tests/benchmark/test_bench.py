@@ -395,7 +395,7 @@ def test_a_gpus_peak_is_by_method_and_a_processs_is_not():
 
 def test_the_report_has_provenance_and_definitions(tmp_path):
     folder = folder_of(tmp_path / "r", PLAIN + OURS[:1])
-    pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install 'dflash-hub[bench]'")
+    pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install matplotlib")
     text = report.write_report(folder)
     for needed in (
         "dflash-hub bench ...",

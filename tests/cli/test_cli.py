@@ -2,12 +2,16 @@
 
 import dataclasses
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import typer
+import yaml
 from dflash_hub.cli.app import app
 from dflash_hub.demo.terminal import run as show_demo
 from dflash_hub.training.options import TrainOptions
@@ -54,6 +58,112 @@ def test_training_options_are_those_of_the_dataclass():
     assert {name: align[name] for name in same if align[name] != train[name].default} == {
         "epochs": 4.0, "optimizer": "adamw", "learning_rate": 3e-4, "evaluations": 8, "patience": 2
     }  # fmt: skip
+
+
+def test_version_and_short_help():
+    import dflash_hub
+
+    assert invoke("--version").stdout == f"dflash-hub {dflash_hub.__version__}\n"
+    for words in (["-h"], ["train", "-h"]):
+        assert "--help" in invoke(*words).stdout
+
+
+def test_all_places_state_one_version():
+    import dflash_hub
+
+    stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]
+    assert dflash_hub.__version__ == stated == cited
+    assert f"\n## {stated}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def invoke(*arguments):
+    from dflash_hub.cli.app import app
+    from typer.testing import CliRunner
+
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def last_lines(command: str) -> list[list[str]]:
+    """The lines that the help of a command ends with, as arguments."""
+    from dflash_hub.cli.app import app
+
+    lines = typer.main.get_command(app).commands[command].epilog.removeprefix("\b\n").splitlines()
+    return [shlex.split(line)[1:] for line in lines]
+
+
+def run_lines(command: str, folder: Path):
+    """Run the last lines of a help, and what they say is next."""
+    for arguments in last_lines(command):
+        done = run(*arguments, entry=[sys.executable, "-m", "dflash_hub"], cwd=folder)
+        assert done.returncode == 0, f"{arguments}: {done.stderr}"
+        for following in re.findall("^next: dflash-hub (.*)$", done.stdout, re.M):
+            again = (
+                []
+                if following.startswith(("push", "bench")) and "--dry-run" not in following
+                else shlex.split(following)
+            )
+            if again:  # an upload and a measurement are not repeated here
+                done = run(*again, entry=[sys.executable, "-m", "dflash_hub"], cwd=folder)
+                assert done.returncode == 0, f"{following}: {done.stderr}"
+
+
+@pytest.mark.parametrize("command", ["export", "inspect", "card", "push", "upgrade"])
+def test_the_last_lines_of_a_help_run_in_a_clone(command, tmp_path):
+    """`import` is among those of `card`."""
+    assert last_lines("import") == last_lines("card")[:1]
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(tmp_path / "clone")], check=True)
+    run_lines(command, tmp_path / "clone")
+
+
+def test_the_last_line_of_init_runs_anywhere(tmp_path, smollm2_path):
+    run_lines("init", tmp_path)
+    assert list(tmp_path.iterdir()) == [], "a dry run writes nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["demo", "generate", "bench", "regenerate", "train", "check", "align"])
+def test_the_last_lines_of_a_help_run_anywhere(command, tmp_path, smollm2_path):
+    run_lines(command, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    (
+        ("generate --file none.txt", "none.txt"),
+        ("generate hi --drafter none", "no drafter can be read at 'none'"),
+        ("regenerate --prompts none.jsonl --output x", "there is no file none.jsonl"),
+        ("regenerate --prompts demo --output x --dtype int4", "--dtype 'int4' is none of"),
+        ("regenerate --prompts demo --output x --top-p 0.9", "--top-p and --top-k are of sampling"),
+        ("regenerate --prompts demo --output full", "full holds something else (model.safetensors)"),
+        ("train --responses none --output x", "no answers at none"),
+        ("train --responses a.jsonl --output full", "full holds something else (model.safetensors)"),
+        ("train --responses a.jsonl --output x --loss mse", "no loss 'mse'"),
+        ("train --responses a.jsonl --output x --attention flex_attention", "flex_attention needs a GPU"),
+        ("train --responses a.jsonl --output x --config none.yaml", "none.yaml"),
+        ("check --drafter none", "no drafter can be read at 'none'"),
+        ("bench --drafter none --output x", "no drafter can be read at 'none'"),
+        ("check --drafter none --dtype int4", "--dtype 'int4' is none of"),
+        ("align --prompts none.jsonl --output x", "there is no file none.jsonl"),
+        ("align --prompts demo --output full", "full holds something else (model.safetensors)"),
+        ("bench --prompts none.jsonl --output x", "there is no file none.jsonl"),
+        ("bench --output x --methods baseline,turbo", "no method 'turbo'"),
+        ("bench --output x --methods assistant", "needs --assistant"),
+        ("bench --output x --compare none", "none holds no benchmark run"),
+        ("bench --output full", "full holds something else (model.safetensors)"),
+    ),
+)
+def test_options_are_judged_before_a_target_is_loaded(arguments, sentence, tmp_path, monkeypatch):
+    """The target is nowhere, so that loading it would end with another sentence."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "a.jsonl").write_text('{"id": "a", "prompt_ids": [1], "answer_ids": [2, 3]}\n')
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "model.safetensors").write_bytes(b"x")
+    words = shlex.split(arguments)
+    done = invoke(*words, *([] if "--target" in words else ["--target", "gone"]))
+    assert done.exit_code != 0 and sentence in f"{done.output} {done.exception}" and "gone" not in str(done.exception)
+    assert not (tmp_path / "x").exists() and len(list((tmp_path / "full").iterdir())) == 1
 
 
 def test_import_and_export(tmp_path):

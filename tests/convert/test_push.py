@@ -50,7 +50,7 @@ def test_a_push_uploads_what_a_drafter_is_and_nothing_else(folder, hub):
         [*CODE, "README.md", "config.json", "custom_generate/generate.py", "model.safetensors", "training_record.json"]
     )
     listed = run("push", folder, "my-name/tiny.dflash-v1", "--dry-run")
-    assert listed.splitlines()[:-1] == expected
+    assert listed.splitlines()[:-2] == expected
     assert hub.repositories == {} and hub.tokens == set()
 
     assert "/commit/0123456789" in run("push", folder, "my-name/tiny.dflash-v1")
@@ -75,12 +75,62 @@ def test_a_push_uploads_what_a_drafter_is_and_nothing_else(folder, hub):
         save_file({name: tensor for name, tensor in tensors.items() if names[name] == part}, folder / part)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     parts = {"model.safetensors.index.json", "part-False.safetensors", "part-True.safetensors"}
-    listed = run("push", folder, "my-name/tiny.dflash-v1", "--dry-run").splitlines()[:-1]
+    listed = run("push", folder, "my-name/tiny.dflash-v1", "--dry-run").splitlines()[:-2]
     assert set(listed) == set(expected) - {"model.safetensors"} | parts
 
+
+def test_a_push_that_fails_changes_nothing(folder, hub):
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     hub.refuse_commit = True
-    with pytest.raises(OSError, match="the Hub refused: .*403"):
+    with pytest.raises(OSError, match=r"(?s)the Hub refused: .*403.*Nothing was changed"):
         push_drafter(folder, "my-name/other")
+    assert hub.repositories == {} and before == {path: path.read_bytes() for path in before}
+
+
+def test_a_push_deletes_what_it_supersedes(folder, tmp_path, hub):
+    """Old weights beside new ones in other files would be read instead of them."""
+    (folder / "training_record.json").write_text('{"old": 1}')
+    run("push", folder, "me/d")
+    hub.files["me/d"] |= {"notes.md": b"mine", "model.fp16.safetensors": b"old"}
+    new = tiny_drafter(target_name_or_path="org/target", seed=2)
+    new.save_pretrained(tmp_path / "new", max_shard_size="20KB")
+    assert "model.safetensors (deleted, of the drafter before)" in run("push", tmp_path / "new", "me/d")
+    for name, content in hub.files["me/d"].items():
+        (tmp_path / "down" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "down" / name).write_bytes(content)
+    names = {path.name for path in (tmp_path / "down").iterdir()}
+    assert "notes.md" in names and not names & {"model.safetensors", "model.fp16.safetensors", "training_record.json"}
+    assert torch.equal(DFlashDraftModel.from_pretrained(tmp_path / "down").fc.weight, new.fc.weight)
+
+
+@pytest.mark.parametrize("first, second", [({}, {"max_shard_size": "20KB"}), ({"max_shard_size": "20KB"}, {})])
+def test_saving_removes_what_it_supersedes_and_all_readers_agree(first, second, tmp_path):
+    folder, old, new = tmp_path / "d", tiny_drafter(seed=1), tiny_drafter(seed=2)
+    old.save_pretrained(folder, **first)
+    old.save_pretrained(folder, variant="fp16")
+    write_card(folder)
+    (folder / "training_record.json").write_text('{"old": 1}')
+    card = folder / "README.md"
+    card.write_text(card.read_text().replace("## Measured", "## Measured\n\nof the old one") + "my notes\n")
+    DFlashDraftModel.from_pretrained(folder).save_pretrained(folder, **second)  # the same weights in other files
+    assert (folder / "training_record.json").exists() and "of the old one" in card.read_text()
+    new.save_pretrained(folder, **first)
+    assert torch.equal(DFlashDraftModel.from_pretrained(folder).fc.weight, new.fc.weight)
+    assert torch.equal(read_drafter(str(folder)).match.drafter["fc.weight"].whole(), new.fc.weight)
+    names = {path.name for path in folder.iterdir()}
+    assert not names & {"training_record.json", "model.fp16.safetensors"}
+    assert ("model.safetensors" in names) != ("model.safetensors.index.json" in names)
+    assert "of the old one" not in card.read_text() and card.read_text().endswith("my notes\n")
+
+
+def test_of_whole_weights_and_shards_all_readers_take_the_whole_ones(tmp_path):
+    """As transformers does; `inspect` says so."""
+    tiny_drafter(seed=1).save_pretrained(tmp_path / "d", max_shard_size="20KB")
+    whole = tiny_drafter(seed=2)
+    save_file(whole.state_dict(), tmp_path / "d" / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(DFlashDraftModel.from_pretrained(tmp_path / "d").fc.weight, whole.fc.weight)
+    assert torch.equal(read_drafter(str(tmp_path / "d")).match.drafter["fc.weight"].whole(), whole.fc.weight)
+    assert "model.safetensors and an index of several files" in run("inspect", tmp_path / "d")
 
 
 def test_a_card_that_someone_wrote_is_pushed_as_it_is(folder, hub):
@@ -145,7 +195,7 @@ def test_commands_that_are_printed_can_be_pasted(folder, tmp_path):
     """Also where a folder's name has a space."""
     ours = tmp_path / "my drafter"
     assert f"dflash-hub inspect '{ours}'" in run("import", folder, ours)
-    assert f"dflash-hub push '{ours}' ORG/NAME" in run("card", ours)
+    assert f"next: dflash-hub push '{ours}' my-name/my-drafter --dry-run" in run("card", ours)
     assert f"dflash-hub push '{ours}' me/d" in run("push", ours, "me/d", "--dry-run")
     assert f"dflash-hub export '{ours}' drafter-sglang --to sglang" in run("inspect", ours)
     printed = run("export", ours, tmp_path / "z lab")
@@ -158,6 +208,7 @@ def test_commands_that_are_printed_can_be_pasted(folder, tmp_path):
 
 def test_inspect_says_what_the_shipped_drafter_is():
     text = run("inspect", ROOT)
+    assert "odd:" not in text
     for part in (
         "dflash-hub, version 1", "HuggingFaceTB/SmolLM2-135M-Instruct", "thinking: off", "12.3 M parameters, 24.6 MB",
         "bfloat16", "3: 3 full, bidirectional in the block", "[1, 8, 14, 20, 27] of 30", "16 of 49152", "rope_theta 100000.0",

@@ -30,6 +30,8 @@ class FakeHub:
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 files[value["path"]] = self.objects[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
 
 
 def handler(hub: FakeHub, url: str):
@@ -97,7 +99,24 @@ def handler(hub: FakeHub, url: str):
             hub.objects[oid] = body
             self.answer({})
 
+        def do_DELETE(self):
+            wanted = json.loads(self.body())
+            hub.repositories.pop(f"{wanted['organization']}/{wanted['name']}")
+            self.answer({})
+
         def do_GET(self):
+            parts = self.path.split("?")[0].split("/")
+            repository = "/".join(parts[3:5])
+            if parts[1:3] == ["api", "models"] and repository not in hub.repositories:
+                return self.answer({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
+            if parts[1:3] == ["api", "models"] and parts[5:6] == ["tree"]:
+                entries = [
+                    {"type": "file", "path": path, "size": len(content), "oid": "0"}
+                    for path, content in hub.files.get(repository, {}).items()
+                ]
+                return self.answer(entries)
+            if parts[1:3] == ["api", "models"] and len(parts) == 5:
+                return self.answer({"id": repository, "sha": COMMIT, "siblings": []})
             self.answer({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
 
         do_HEAD = do_GET

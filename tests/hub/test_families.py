@@ -224,8 +224,7 @@ def test_a_chat_turn_after_an_image_that_was_read_without_the_drafter():
     kwargs = {"do_sample": False, "suppress_tokens": list(range(92, 97))}
     inputs = image_inputs(prompt_of(10) % 90)
     texts = []
-    for drafted in (False, True):
-        assistant = {"assistant_model": drafter} if drafted else {}
+    for assistant in ({}, {"assistant_model": drafter}):
         turn = target.generate(**inputs, **kwargs, max_new_tokens=8, return_dict_in_generate=True)
         more = torch.cat([turn.sequences, prompt_of(5, seed=4) % 90], dim=1)
         kwargs |= {"mm_token_type_ids": (more == 95).long(), "attention_mask": torch.ones_like(more)}

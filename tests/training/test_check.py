@@ -349,7 +349,7 @@ def test_trained_weights_are_saved_before_what_can_fail_and_templates_may_be_sev
     templates = {"default": TEMPLATE, "tool_use": TEMPLATE + "w1"}
     tiny_tokenizer(90, template=templates).save_pretrained("target")
     run = plan_run(tiny_options())
-    trainer = begin(run, False)
+    trainer = begin(run)
     trainer.train()
     with pytest.raises(AttributeError, match="chat_template"):
         finish(dataclasses.replace(run, tokenizer=object()), trainer, "the command")
