@@ -7,6 +7,7 @@ from dflash_hub.drafter_paths import PathHead
 from dflash_hub.training import evaluation
 from dflash_hub.training.losses import BlockLoss, SelectorLoss, chunked_sum
 from dflash_hub.training.optimizer import MuonAdamW
+from dflash_hub.training.options import TrainOptions
 from helpers.tiny import CONVOLUTION, SELECTOR, tiny_drafter, tiny_target
 from helpers.training import answers_of, losses_of, trainer_of
 
@@ -125,3 +126,30 @@ def test_training_moves_all_parts_and_replay_walks_as_generation(tmp_path):
     with torch.no_grad():
         drafter.candidate_selector.successor_codebook.zero_()
     assert evaluation.replay(target, drafter, answers)[0].accepted != real.accepted  # the selector took part
+
+
+def test_the_study_of_what_the_parts_gain_trains_and_measures_a_variant(tmp_path):
+    from dflash_hub.experiments import dflash2_gain
+
+    target = tiny_target("llama")
+    answers = answers_of(target, 6)
+    tiny_drafter().save_pretrained(tmp_path / "drafter")
+    base = TrainOptions(
+        "target", [], str(tmp_path), drafter="given", loss="dpace", num_anchors=4, optimizer="adamw", batch_size=2
+    )
+    base.features = str(tmp_path / "features")
+    result = dflash2_gain.measure(
+        "both parts",
+        1,
+        base,
+        str(tmp_path / "drafter"),
+        target,
+        answers[:4],
+        answers[4:],
+        {"validation": answers[4:]},
+        0.5,
+    )
+    assert result["steps"] >= 1 and result["walk_ms"] > 0
+    assert {*result["acceptance"]} == {*result["without_walk"]} == {"validation"}
+    assert [line[0] for line in dflash2_gain.lines_of(result)] == ["both parts", "both parts, no walk"]
+    assert (tmp_path / "both-parts-seed-1" / "config.json").exists()
