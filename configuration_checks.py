@@ -65,7 +65,8 @@ def require_stated(config: dict, names):
 
 def refuse_unsupported_parts(config: dict):
     """Raise ValueError for a part of another method, by name."""
-    for name, part in UNSUPPORTED_PARTS.items():
+    found = {name: "LiLiCorr's head" for name in config if name.startswith("lilicorr_")}
+    for name, part in (UNSUPPORTED_PARTS | found).items():
         value = config.get(name)
         if value:
             raise ValueError(

@@ -168,6 +168,8 @@ def test_a_release_of_dflash_2_is_read():
     config = DFlashConfig.from_dict(json.loads(json.dumps(source)))
     assert {name: getattr(config, name) for name in parts} == parts
     assert (config.block_size, config.block_causal, config.sliding_window) == (8, [False] * 5, 2048)
+    with pytest.raises(ValueError, match="this drafter has LiLiCorr's head"):
+        DFlashConfig.from_dict(source | {"dflash_config": source["dflash_config"] | {"lilicorr_num_layers": 2}})
     with pytest.raises(ValueError, match="a Domino or DSpark head"):
         DFlashConfig.from_dict(source | {"dflash_config": source["dflash_config"] | {"projector_type": "domino"}})
     with pytest.raises(ValueError, match=r"`selector_rank` and `selector_top_k` belong together"):
