@@ -7,7 +7,7 @@ of foreign classes as well.
 import importlib
 import sys
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _EXPORTS = {
     "DFlashConfig": "configuration_dflash",

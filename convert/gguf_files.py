@@ -39,9 +39,7 @@ def gguf_package():
     try:
         import gguf
     except ImportError:
-        raise ValueError(
-            "reading and writing GGUF files needs llama.cpp's package `gguf`: pip install 'dflash-hub[gguf]'."
-        ) from None
+        raise ValueError("reading and writing GGUF files needs llama.cpp's package `gguf`: pip install gguf.") from None
     return gguf
 
 
