@@ -65,12 +65,13 @@ def write_space(folder: Path):
 
 def _fill(beside: Path):
     package = beside / "dflash_hub"
-    (package / "demo").mkdir(parents=True)
+    for room in ("common", "convert", "demo"):  # what the app and the package itself import
+        (package / room).mkdir(parents=True)
+        for source in (*(ROOT / room).glob("*.py"), *(ROOT / room).glob("*.jsonl")):
+            shutil.copy(source, package / room)
     for source in [*ROOT.glob("*.py"), ROOT / "config.json", ROOT / "model.safetensors", ROOT / "LICENSE"]:
         if source.name not in ("cli.py", "__main__.py"):
             shutil.copy(source, package)
-    for source in (ROOT / "demo").glob("*.py"):
-        shutil.copy(source, package / "demo")
     pins = [f"{name}=={version(name).partition('+')[0]}" for name in REQUIREMENTS]
     (beside / "requirements.txt").write_text("\n".join(pins) + "\n", encoding="utf-8")
     (beside / "README.md").write_text(card(), encoding="utf-8")

@@ -1,8 +1,10 @@
 """Who may import whom, read from the source: the rules of CONTRIBUTING.md."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -82,3 +84,36 @@ def test_no_test_file_imports_another():
 def test_the_package_imports_nothing_when_it_is_read():
     script = "import sys, dflash_hub; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_what_the_wheel_imports_is_declared():
+    """At module level; what an extra brings is imported where it is used, and `demo.app` is the extra `app`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    declared = {re.match(r"[\w-]+", one)[0].lower() for one in project["project"]["dependencies"]}
+    rooms = [
+        name.removeprefix("dflash_hub").lstrip(".").replace(".", "/")
+        for name in project["tool"]["setuptools"]["packages"]
+    ]
+    own = {"dflash", "dflash_hub"}  # z-lab's package runs in an environment of its own
+    for path in sorted(path for room in rooms for path in (ROOT / room).glob("*.py")):
+        tree = ast.parse(path.read_text())
+        names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module for node in tree.body if isinstance(node, ast.ImportFrom) and not node.level}
+        found = {name.split(".")[0] for name in names} - {*sys.stdlib_module_names} - own
+        found = {"pyyaml" if name == "yaml" else name for name in found}
+        extra = {"gradio"} if path.parent.name == "demo" else {"matplotlib"} if path.name == "plots.py" else set()
+        assert found <= declared | extra, f"{path.relative_to(ROOT)} imports {sorted(found - declared - extra)}"
+    assert (ROOT / "py.typed").exists() and "py.typed" in project["tool"]["setuptools"]["package-data"]["dflash_hub"]
+
+
+def test_a_spaces_folder_has_what_its_app_imports(tmp_path, monkeypatch):
+    from dflash_hub.demo import space
+
+    monkeypatch.setattr(space, "version", lambda name: "1.0")  # the app's own package need not be installed
+    space.write_space(tmp_path / "space")
+    code = "import dflash_hub.demo.pair, sys; print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('dflash_hub')))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path / "space", capture_output=True, text=True, timeout=300
+    )
+    inside = str(tmp_path / "space" / "dflash_hub")
+    assert done.stdout and all(file.startswith(inside) for file in done.stdout.split()), done.stdout + done.stderr
