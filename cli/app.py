@@ -405,12 +405,7 @@ def bench(
     sets = [load_prompts(source, count, choice_seed) for source in sources]
     command = typed_command()
     names = [name.strip() for name in methods.split(",")]
-    batches = number_list(rows, "--rows") if rows else []
-    if batches:
-        from ..benchmark.rows import check_counts, methods_of_rows
-
-        methods_of_rows(names)
-        check_counts(sets, batches)
+    batches = _checked_batches(rows, names, sets)
     levels = number_list(concurrency, "--concurrency")
     if compare is not None:
         from ..benchmark.bench import read_settings
@@ -444,6 +439,17 @@ def bench(
     if models.state.is_main_process:
         typer.echo(write_report(output, compare))
         typer.echo(f"wrote {output}/report.md, {output}/summary.json and plots\nnext: {against(output)}")
+
+
+def _checked_batches(rows: str | None, methods: list[str], sets: list) -> list[int]:
+    """Sizes of the batches that are asked for, once methods and sets are seen to have what they take."""
+    from ..benchmark.rows import check_counts, methods_of_rows
+
+    batches = number_list(rows, "--rows") if rows else []
+    if batches:
+        methods_of_rows(methods)
+        check_counts(sets, batches)
+    return batches
 
 
 def against(output: Path) -> str:

@@ -52,7 +52,7 @@ def python_files(*folders: str) -> list[Path]:
 
 def test_no_function_and_no_hub_module_is_too_long():
     long = [name for name in CODE if len((ROOT / name).read_text().splitlines()) > LONGEST_HUB_MODULE]
-    for path in [*ROOT.glob("*.py"), *python_files(*ROOMS, "custom_generate", "tests")]:
+    for path in [*ROOT.glob("*.py"), *python_files(*ROOMS, "custom_generate")]:
         for node in ast.walk(parsed(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 lines = node.end_lineno - node.lineno + 1
