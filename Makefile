@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The suite runs on one core per worker: two torch processes with all threads each only get in each other's way.
 WORKERS ?= 2
 
-.PHONY: demo app space test test-oldest versions test-slow fuzz browser screenshots lint peers clean
+.PHONY: demo app space test test-oldest versions test-slow fuzz browser screenshots lint peers engines clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -47,6 +47,12 @@ versions:
 peers: $(VENV)/.test $(VENV)/.demo .venv-peers/.zlab .venv-speculators/.speculators .venv-engines/.files
 	$(BIN)/python -m pytest -m peers
 
+# Builds llama.cpp's server once into the user's cache (some 20 minutes of one core), and serves what export writes.
+# A further drafter is one more row: make engines ENGINES='--pair NAME,DRAFTER,TARGET'.
+ENGINES ?=
+engines: $(VENV)/.test $(VENV)/.demo $(VENV)/.engines
+	$(BIN)/python -m dflash_hub.experiments.llamacpp $(ENGINES)
+
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -72,6 +78,11 @@ $(VENV)/.app: $(VENV)/.base
 
 $(VENV)/.quant: $(VENV)/.base
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[quant]'
+	touch $@
+
+# What llama.cpp's own converter needs beside the rest.
+$(VENV)/.engines: $(VENV)/.base
+	$(BIN)/python -m pip install -q -c constraints.txt sentencepiece
 	touch $@
 
 # The oldest supported transformers, with the tests that touch it.

@@ -54,6 +54,11 @@ def smollm2(offline: bool | None = None) -> tuple[str, str]:
     return str(_from_package()), f"{HUB_ID}, dequantized from the 4-bit weights (Q4_1) of {GGUF_PACKAGE} {GGUF_VERSION}"
 
 
+def cache_folder() -> Path:
+    """Where this package keeps what it makes once: `DFLASH_HUB_CACHE`, or a folder in the Hub's cache."""
+    return Path(os.environ.get("DFLASH_HUB_CACHE", Path(HF_HOME) / "dflash_hub"))
+
+
 def _gguf_file() -> Path:
     try:
         files = metadata.files(GGUF_PACKAGE) or []
@@ -74,7 +79,7 @@ def _gguf_file() -> Path:
 
 def _from_package() -> Path:
     """Dequantize the package's GGUF file into the user's cache; returns the folder, made on the first call."""
-    folder = Path(os.environ.get("DFLASH_HUB_CACHE", Path(HF_HOME) / "dflash_hub")) / f"smollm2-135m-{GGUF_VERSION}"
+    folder = cache_folder() / f"smollm2-135m-{GGUF_VERSION}"
     if folder.is_dir():
         return folder
     gguf = _gguf_file()
