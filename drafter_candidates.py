@@ -22,6 +22,7 @@ from .target_cache import move_right, trim_left
 from .target_identity import check_identity
 from .target_masks import is_flash, ragged_masks
 from .target_model import check_pair, device_of, embedding_rows, raw_embeddings, tap_request, tapped
+from .target_shift import RowShift, to_device
 
 
 class DFlashProposer:
@@ -181,9 +182,11 @@ class DFlashProposer:
         rows, new = context_hidden_states.shape[:2]
         if counts is not None and self.seen is None:
             self.seen = [self.cache.get_seq_length()] * rows
-        position_ids = None
+        position_ids = shift = None
         if self.seen is not None:
-            attention_mask, position_ids = self._rows_apart(counts or [new] * rows, new, context_hidden_states.device)
+            seen, behind = self._numbers(counts or [new] * rows, new, context_hidden_states.device)
+            attention_mask, position_ids = self._rows_apart(seen, behind, new)
+            shift = RowShift(behind[:, 0])
         elif attention_mask is not None:
             # Positions count real tokens, as the target's do.
             attention_mask = attention_mask.to(context_hidden_states.device)
@@ -197,7 +200,10 @@ class DFlashProposer:
             noise_embeds, context_hidden_states, attention_mask, position_ids=position_ids, cache=self.cache
         ).last_hidden_state
         if counts is not None:
-            self._move_rows(counts, new)
+            # Back to left-padded form, before the block leaves the cache.
+            for layer in self.cache.layers:
+                move_right(layer, shift, conv=False)
+            self.seen = [seen + count for seen, count in zip(self.seen, counts)]
         elif self.seen is not None:
             self.seen = [seen + new for seen in self.seen]
         # Context keys and values stay for good; the block's own were a guess.
@@ -210,31 +216,28 @@ class DFlashProposer:
         past = self.cache.get_seq_length() + self.start
         return torch.arange(past, past + new + self.block_size, device=device)[None]
 
-    def _rows_apart(self, counts: list[int], new: int, device):
-        """Masks and positions (B, C + K) of rows that hold different numbers of tokens.
+    def _numbers(self, counts: list[int], new: int, device) -> torch.LongTensor:
+        """Bring what the host counts to the device: (2, B, 1) of context tokens seen, and of new columns without a token."""
+        return to_device(torch.tensor([self.seen, [new - count for count in counts]]), device)[..., None]
 
-        A row's old context ends at the last of the P cached columns; of its new columns the first are real. What a slot
-        sees is decided by positions, as it would be in that row alone.
+    def _rows_apart(self, seen: torch.LongTensor, behind: torch.LongTensor, new: int):
+        """Build masks and positions (B, C + K) of rows that hold different numbers of tokens.
+
+        A row's old context ends at the last of the P cached columns; of its new columns the last `behind` (B, 1) are not real.
+        What a slot sees is decided by positions, as it would be in that row alone.
         """
         config, past = self.drafter.config, self.cache.get_seq_length()
-        seen, real_new = (torch.tensor(values, device=device)[:, None] for values in (self.seen, counts))  # (B, 1)
-        old = seen - past + torch.arange(past, device=device)  # (B, P), negative at padding
-        column = torch.arange(new, device=device)
-        block = seen + real_new + torch.arange(self.block_size, device=device)
-        fresh = torch.cat([seen + column, block], dim=1)  # (B, C + K)
-        positions = torch.cat([old, fresh], dim=1)
-        real = torch.cat([old >= 0, column < real_new, torch.ones_like(block, dtype=torch.bool)], dim=1)
+        column = torch.arange(past + new + self.block_size, device=seen.device)
+        positions = column + (seen - past)  # (B, P + C + K), negative at padding
+        block = positions[:, past + new :].sub_(behind)
+        fresh = positions[:, past:] + self.start
+        # A new column without a token lies at the block's positions.
+        positions[:, past : past + new].masked_fill_(column[past : past + new] >= past + new - behind, -1)
+        real = positions >= 0
         if is_flash(config._attn_implementation):  # it takes padding out of the rows, and no ready mask
-            return real.long(), fresh + self.start
+            return real.long(), fresh
         kinds = [*zip(config.windows, config.block_causal)]
-        return ragged_masks(positions, real, block, past, kinds), fresh + self.start
-
-    def _move_rows(self, counts: list[int], new: int):
-        """Bring rows of different counts back to left-padded form, before the block leaves the cache."""
-        behind = torch.tensor([new - count for count in counts])
-        for layer in self.cache.layers:
-            move_right(layer, behind, self.block_size, conv=False)
-        self.seen = [seen + count for seen, count in zip(self.seen, counts)]
+        return ragged_masks(positions, real, block, past, kinds), fresh
 
     def _trim(self):
         if trim := self.cache.get_seq_length() - max(self.seen):

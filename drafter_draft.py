@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .drafter_tree import best_first
+from .target_shift import to_device
 from .target_tree import TreeShape
 
 
@@ -114,13 +115,12 @@ class AcceptedTokens:
         """Take those that the attention mask (B, C) of a prompt does not hide."""
         if mask is None or bool((mask != 0).all()):
             return cls(ids, states)
-        real = (mask != 0).to(ids.device)
-        counts = real.sum(dim=1).tolist()
-        order = (~real).long().argsort(dim=1, stable=True)[:, : max(counts)]
-        chosen = [
-            layer.gather(1, order.to(layer.device)[..., None].expand(-1, -1, layer.shape[-1])) for layer in states
-        ]
-        return cls(ids.gather(1, order), chosen, None if min(counts) == max(counts) else counts)
+        hidden = (mask == 0).long()
+        counts = (mask.shape[1] - hidden.sum(dim=1)).tolist()
+        order = hidden.argsort(dim=1, stable=True)[:, : max(counts)]
+        orders = {device: to_device(order, device) for device in {ids.device, *(layer.device for layer in states)}}
+        chosen = [layer.gather(1, orders[layer.device][..., None].expand(-1, -1, layer.shape[-1])) for layer in states]
+        return cls(ids.gather(1, orders[ids.device]), chosen, None if min(counts) == max(counts) else counts)
 
     def tokens(self) -> list[list[int]]:
         """Return the real tokens of each sequence, on the host."""

@@ -306,7 +306,7 @@ class Decoding:
         wanted, rollback = self.schedule.num_nodes, self.runner.rollback
         if wanted is None or self.runner.mask_form is None:
             return None
-        room = rollback.most_drafts(wanted)
+        room = rollback.most_drafts(wanted, self.runner.inputs.columns)
         if rollback.fixed_lengths:
             room = max((size for size in TREE_SIZES if size <= room), default=0)
         return min(wanted, room) or None

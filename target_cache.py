@@ -23,6 +23,7 @@ from transformers.cache_utils import (
 )
 
 from .target_recurrent import RecurrentStates, states_of
+from .target_shift import RowShift, to_device
 
 # Newer than the oldest supported transformers.
 _FP8_LAYER = getattr(cache_utils, "Fp8QuantizedLayer", ())
@@ -96,9 +97,13 @@ class CacheRollback:
             refuse(layer, self.target)
         return _Croppable(layer)
 
-    def most_drafts(self, wanted: int) -> int:
-        """How many tokens may be verified beside the anchor without losing what a rejection needs."""
-        return max(min([wanted, *(part.most_fed() - 1 for part in self.parts if hasattr(part, "most_fed"))]), 0)
+    def most_drafts(self, wanted: int, held: int) -> int:
+        """How many tokens may be verified beside the anchor without losing what a rejection needs.
+
+        Args:
+            held: tokens in the cache.
+        """
+        return max(min([wanted, *(part.most_fed(held) - 1 for part in self.parts if hasattr(part, "most_fed"))]), 0)
 
     @contextmanager
     def verifying(self):
@@ -111,25 +116,28 @@ class CacheRollback:
             with self.recurrent.recorded():
                 yield
 
-    def gather(self, fed: int, rows: list[int]):
+    def gather(self, fed: int, rows: list[int], held: int):
         """Move some of the `fed` tokens of the last pass to the front of them, where `commit` keeps them.
 
         Args:
             rows: their indices in the pass, rising. Of one sequence only: a path of a draft tree.
+            held: tokens in the cache before the pass.
         """
+        index = to_device(torch.tensor(rows), self.target.device)
         for part in self.parts:
-            part.gather(fed, rows)
+            part.gather(fed, index, held)
 
-    def commit(self, fed: int, added: list[int]):
+    def commit(self, fed: int, added: list[int], shift: RowShift | None = None):
         """Keep the first `added[r]` of the `fed` tokens of the last pass.
 
-        Rows of different counts are moved to the right, so that they end together; see `RoundInputs.commit`.
+        Args:
+            shift: of rows with different counts. They are moved to the right, so that they end together; see
+                `RoundInputs.commit`.
         """
         most = max(added)
-        if min(added) < most:
-            behind = torch.tensor([most - count for count in added])
+        if shift is not None:
             for layer in self.cache.layers:
-                move_right(layer, behind, fed - most, conv=self.recurrent is None)
+                move_right(layer, shift, conv=self.recurrent is None)
         for part in self.parts:
             part.commit(fed, most)
         if self.recurrent is not None:
@@ -140,8 +148,9 @@ class CacheRollback:
 
         Nothing is lost on the left, so what was moved in the middle of `verifying` can be put back.
         """
+        shift = RowShift(behind)
         for layer in self.cache.layers:
-            move_right(layer, behind, 0, conv=self.recurrent is None)
+            move_right(layer, shift, conv=self.recurrent is None)
         if back:
             self.trim(int(behind.max()))
             for part in self.parts:
@@ -196,15 +205,15 @@ class _Croppable:
     def before(self):
         pass
 
-    def last_column(self, fed: int) -> int:
-        """Return the column behind the last token of a pass of `fed` tokens."""
+    def last_column(self, fed: int, held: int) -> int:
+        """Return the column behind the last token of a pass of `fed` tokens, before which there were `held`."""
         return self.layer.keys.shape[-2]
 
-    def gather(self, fed: int, rows: list[int]):
-        start = self.last_column(fed) - fed
+    def gather(self, fed: int, rows: torch.LongTensor, held: int):
+        start = self.last_column(fed, held) - fed
         for states in (self.layer.keys, self.layer.values):  # (1, heads, S, D)
-            index = torch.tensor(rows, device=states.device) + start
-            states[:, :, start : start + len(rows)] = states.index_select(2, index)
+            read = states.narrow(2, start, fed)
+            read[:, :, : len(rows)] = read.index_select(2, to_device(rows, states.device))
 
     def commit(self, fed: int, added: int):
         self.layer.crop(added - fed)
@@ -232,11 +241,11 @@ class _Static(_Croppable):
         if type(layer) is not StaticLayer and not hasattr(layer, "crop"):
             refuse(layer, target)
 
-    def most_fed(self) -> int:
-        return self.layer.max_cache_len - int(self.layer.get_seq_length())
+    def most_fed(self, held: int) -> int:
+        return self.layer.max_cache_len - held  # the layer knows its length on the device only
 
-    def last_column(self, fed: int) -> int:
-        return int(self.layer.get_seq_length())
+    def last_column(self, fed: int, held: int) -> int:
+        return held + fed
 
     def commit(self, fed: int, added: int):
         if type(self.layer) is StaticLayer or isinstance(self.layer, LinearAttentionCacheLayerMixin):
@@ -251,11 +260,11 @@ class _StaticWindow(_Croppable):
     def __init__(self, layer):
         self.layer = layer
 
-    def most_fed(self) -> int:
+    def most_fed(self, held: int) -> int:
         return self.layer.max_cache_len
 
-    def last_column(self, fed: int) -> int:
-        return min(self.length + fed, self.layer.max_cache_len)
+    def last_column(self, fed: int, held: int) -> int:
+        return min(held + fed, self.layer.max_cache_len)
 
     def before(self):
         layer = self.layer
@@ -266,7 +275,7 @@ class _StaticWindow(_Croppable):
         if added == fed:
             return
         layer = self.layer
-        end = self.last_column(fed)
+        end = self.last_column(fed, self.length)
         new = layer.keys[:, :, end - fed : end].clone(), layer.values[:, :, end - fed : end].clone()
         for now, before in zip((layer.keys, layer.values, layer.cumulative_length), self.kept):
             now.copy_(before)  # in place: a compiled pass holds on to these tensors
@@ -284,7 +293,7 @@ class _Quantized(_Croppable):
     def __init__(self, layer):
         self.layer = layer
 
-    def most_fed(self) -> int:
+    def most_fed(self, held: int) -> int:
         recent = self.layer.keys.shape[-2] if self.layer.keys.dim() == 4 else 0
         return self.layer.residual_length - 1 - recent
 
@@ -313,8 +322,8 @@ class _Fp8(_Croppable):
 # Rows. A layer's columns end together in every row; rows that hold fewer tokens have padding on the left.
 
 
-def move_right(layer, behind: torch.Tensor, surplus: int, conv: bool):
-    """Move row r of a layer right by `behind[r]` columns, within all but the last `surplus` columns.
+def move_right(layer, shift: RowShift, conv: bool):
+    """Move the rows of a layer to the right.
 
     What is moved out are tokens that were not accepted; what appears on the left is padding, which masks hide. This
     copies the layer's keys and values once.
@@ -324,13 +333,10 @@ def move_right(layer, behind: torch.Tensor, surplus: int, conv: bool):
     """
     for holder, name, dim, rows_dim in tensors_by_column(layer, conv):
         states = holder[name]
-        count = states.shape[dim] - surplus
-        index = torch.arange(count, device=states.device)[None] - behind.to(states.device)[:, None]  # (B, S)
+        index = shift.source(states.shape[dim], states.device)
         shape = [1] * states.ndim
         shape[rows_dim], shape[dim] = index.shape
-        kept = states.narrow(dim, 0, count)
-        moved = kept.gather(dim, index.clamp(min=0).view(shape).expand_as(kept))
-        holder[name] = torch.cat([moved, states.narrow(dim, count, surplus)], dim=dim)
+        holder[name] = states.gather(dim, index.view(shape).expand_as(states))
 
 
 def trim_left(layer, count: int):

@@ -10,6 +10,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation import utils as generation_utils
 from transformers.utils import output_capturing
 
+from .target_shift import RowShift, to_device
+
 # Where the supported versions of transformers differ:
 # the cache's name in calls and outputs.
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"  # 5.24
@@ -227,7 +229,8 @@ class RoundInputs:
         other.grown, other.padding = dict(self.grown), [0] * self.rows
         other.set_apart()
         other.ahead(fed, None)  # fills the buffers up to the pass's end
-        other.commit([fed - count for count in behind])
+        counts = [fed - count for count in behind]
+        other.commit(counts, RowShift.of(counts, self.device))
         return other
 
     def position(self, length: int, row: int) -> int:
@@ -249,21 +252,26 @@ class RoundInputs:
                 inputs["position_ids"][..., row, self.columns :] = held
         return inputs
 
-    def commit(self, added: list[int]) -> int:
-        """Count what the cache keeps. Returns how many columns are padding in every row now, dropped here already."""
+    def commit(self, added: list[int], shift: RowShift | None = None) -> int:
+        """Count what the cache keeps. Returns how many columns are padding in every row now, dropped here already.
+
+        Args:
+            shift: of rows with different counts.
+        """
         most = max(added)
         end = self.columns + most
-        if min(added) == most:
+        if shift is None:
             self.columns = end
             return 0
-        behind = torch.tensor([most - count for count in added])
         padding = [pad + most - count for pad, count in zip(self.padding, added)]
         trim = min(padding)
-        for name, values in self.grown.items():
-            index = torch.arange(trim, end, device=values.device)[None] - behind.to(values.device)[:, None]
-            self.grown[name] = values.gather(-1, index.clamp(min=0).expand(*values.shape[:-1], -1))
-        pads = torch.tensor(padding, device=self.device) - trim
-        self.grown["attention_mask"].masked_fill_(torch.arange(end - trim, device=self.device)[None] < pads[:, None], 0)
+        for name, values in self.grown.items():  # with what is continued behind the end, row by row
+            index = shift.source(values.shape[-1], values.device)
+            moved = values.gather(-1, index.expand(values.shape))
+            if name == "attention_mask":
+                column = torch.arange(most, device=values.device)
+                moved[:, :most].masked_fill_(column < to_device(shift.behind, values.device)[:, None], 0)
+            self.grown[name] = moved[..., trim:]
         self.padding = [pad - trim for pad in padding]
         self.columns = end - trim
         return trim

@@ -12,6 +12,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
+from .target_shift import to_device
+
 
 def states_of(layer, name: str) -> dict[int, torch.Tensor]:
     """Return the states of a layer that hold something, by their index."""
@@ -77,16 +79,22 @@ class RecurrentStates:
 
     def commit(self, fed: int, added: list[int]):
         """States after the first `added[r]` of the `fed` tokens of row r; rows of equal count run together."""
+        # A slice of all rows copies nothing. Lists of rows are brought to the device once, for all layers.
+        groups = {count: [r for r, a in enumerate(added) if a == count] for count in set(added) - {fed}}
+        chosen = {}
         for i, layer in self.layers.items():
             if layer.record_past:  # a layer with a sliding window beside the state
                 for k, state in states_of(layer, "conv_states").items():
                     layer.conv_states[k] = state[..., -layer.conv_kernel_size[k] :]
-            for count in set(added) - {fed}:
-                rows = [r for r, a in enumerate(added) if a == count]
-                # A slice of all rows copies nothing, and no list of indices to the device.
-                self._restore(i, layer, slice(None) if len(rows) == len(added) else rows, fed, count)
+            device = next(s for states in self.before[i].values() for s in states.values()).device
+            for count, rows in groups.items():
+                if len(rows) == len(added):
+                    chosen[count, device] = slice(None)
+                elif (count, device) not in chosen:
+                    chosen[count, device] = to_device(torch.tensor(rows), device)
+                self._restore(i, layer, chosen[count, device], fed, count)
 
-    def _restore(self, i: int, layer, rows: slice | list[int], fed: int, count: int):
+    def _restore(self, i: int, layer, rows: slice | torch.LongTensor, fed: int, count: int):
         states = {name: {k: s[rows] for k, s in self.before[i][name].items()} for name in _STATES}
         if count:
             states = self._rerun(i, layer, states, rows, fed, count)
@@ -94,7 +102,7 @@ class RecurrentStates:
             for k, state in states[name].items():
                 getattr(layer, name)[k][rows] = state  # in place: the layer's tensors may be of a compiled pass
 
-    def _rerun(self, i: int, layer, states: dict, rows: slice | list[int], fed: int, count: int) -> dict:
+    def _rerun(self, i: int, layer, states: dict, rows: slice | torch.LongTensor, fed: int, count: int) -> dict:
         alone = copy.copy(layer)
         for name in ("update_conv_state", "update_recurrent_state"):
             del alone.__dict__[name]

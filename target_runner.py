@@ -16,6 +16,7 @@ from .target_cache import CacheRollback, cached_length, refuse_unknown
 from .target_check import PassCheck, check_block, check_fed, check_read, checks_of, difference, is_same, num_fed
 from .target_model import CACHE, PassLimits, RoundInputs
 from .target_ranks import TargetRanks
+from .target_shift import RowShift
 from .target_snapshot import CacheSnapshot
 from .target_tree import MASK_FORMS, TreeShape, layer_types, tree_inputs, why_no_tree
 
@@ -134,7 +135,8 @@ class TargetRunner:
         positions = [position]
         if "position_ids" not in self.inputs.grown:  # it counts by the mask, or by the cache's columns
             positions.append(self.inputs.columns)
-        return self.rollback.most_drafts(min(self.limits.most_drafts(place, wanted) for place in positions))
+        wanted = min(self.limits.most_drafts(place, wanted) for place in positions)
+        return self.rollback.most_drafts(wanted, self.inputs.columns)
 
     def past_drafting(self, lengths: list[int], longest: int) -> bool:
         """Tell whether the pass before these lengths, which added `longest` tokens, was past the boundary of a dynamic NTK."""
@@ -198,20 +200,21 @@ class TargetRunner:
 
     def keep(self, path: Path):
         """Keep the accepted rows of the last pass in the KV cache; all others leave it."""
-        self._roll_back(path)
-        if trim := self.inputs.commit(path.counts):
+        shift = RowShift.of(path.counts, self.device)
+        self._roll_back(path, shift)
+        if trim := self.inputs.commit(path.counts, shift):
             self.rollback.trim(trim)
 
     def kept_ids(self, path: Path) -> torch.LongTensor:
         """Return the tokens (B, longest) of the path, anchors first; those of a sequence that keeps fewer come first."""
         return path.select(self.verified)
 
-    def _roll_back(self, path: Path):
+    def _roll_back(self, path: Path, shift: RowShift | None = None):
         self.reached = []  # whoever interrupts a rollback has the cache as it was before the pass
         counts = path.counts
         recurrent, most = self.rollback.recurrent, max(counts)
         if path.branches:
-            self.rollback.gather(self.fed, path.rows[0])
+            self.rollback.gather(self.fed, path.rows[0], self.inputs.columns)
         if recurrent is not None and 0 < most < self.fed and not recurrent.can_rerun:
             if self.ragged:
                 checks_of(self.target).clear()
@@ -222,7 +225,7 @@ class TargetRunner:
                 )
             self._replay(most)
         else:
-            self.rollback.commit(self.fed, counts)
+            self.rollback.commit(self.fed, counts, shift)
         self.before = None
 
     def _replay(self, count: int):
@@ -393,7 +396,7 @@ class TargetRunner:
         """
         if reason := why_no_tree(self.target, self.cache, self.batch, with_attentions):
             return reason
-        if self.rollback.most_drafts(3) < 3:
+        if self.rollback.most_drafts(3, self.inputs.columns) < 3:
             return "the KV cache has no room for a tree"
         checks = checks_of(self.target)
         static = bool(self.cache.is_compileable)

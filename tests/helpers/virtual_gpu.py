@@ -1,7 +1,8 @@
 """A GPU that is none, to see on any machine where tensors are put.
 
 Its tensors say that they are on the device `virtual`; their values lie on the CPU, where every operation runs. As on a GPU, an
-operation on tensors of two devices is an error, and a copy has to be asked for. What makes the host wait for the device is counted.
+operation on tensors of two devices is an error, and a copy has to be asked for. What makes the host wait for the device is counted:
+reads, and copies to the device, unless these are told not to block.
 It is torch's own way to write a backend in Python (PrivateUse1), which is experimental, and stays for good in the process that imports this file.
 """
 
@@ -56,13 +57,14 @@ class VirtualTensor(torch.Tensor):
 
 
 class VirtualGPU(TorchDispatchMode):
-    """In this context `.to("virtual")` works, and `reads` counts by place what waits for the device."""
+    """In this context `.to("virtual")` works, and `reads` and `copies` (to the device) count by place what waits for it."""
 
     current: "VirtualGPU | None" = None
 
     def __init__(self):
         super().__init__()
         self.reads: Counter[str] = Counter()
+        self.copies: Counter[str] = Counter()
         self.patches = ExitStack()
 
     def __enter__(self):
@@ -82,6 +84,10 @@ class VirtualGPU(TorchDispatchMode):
     def read(self):
         self.reads[_place()] += 1
 
+    def copied(self, non_blocking: bool):
+        if not non_blocking:
+            self.copies[_place()] += 1
+
     def dispatch(self, op, args: tuple, kwargs: dict):
         leaves, spec = tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -99,6 +105,10 @@ class VirtualGPU(TorchDispatchMode):
         by_mask = kind in INDEXING and any(index is not None and index.dtype == torch.bool for index in args[1])
         if kind in WAITING or by_mask or (kind in COPIES and here and not made_here):
             self.read()
+        if kind in COPIES and made_here:
+            source, positional = (args[1], args[2:3]) if kind is aten.copy_ else (args[0], ())
+            if not isinstance(source, VirtualTensor):
+                self.copied(any(positional) or kwargs.get("non_blocking", False))
 
         held_args, held_kwargs = tree_unflatten(
             [leaf.held if isinstance(leaf, VirtualTensor) else leaf for leaf in leaves], spec
@@ -136,6 +146,8 @@ def _empty_strided(size, stride, dtype=None, layout=None, device=None, pin_memor
 
 
 def _copy_from(source, into, non_blocking=False):
+    if not isinstance(source, VirtualTensor):
+        VirtualGPU.current.copied(non_blocking)
     into.held.copy_(source)
     return into
 

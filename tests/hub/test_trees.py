@@ -107,7 +107,7 @@ def test_the_cache_goes_on_from_any_path(family, static):
             with rollback.verifying():
                 target(block, **inputs, **{CACHE: cache})
             if path != [*range(len(path))]:
-                rollback.gather(6, path)
+                rollback.gather(6, path, held)
             rollback.commit(6, [len(path)])
             behind = torch.tensor([[13]])
             at = {"position_ids": torch.tensor([[held + len(path)]])}
