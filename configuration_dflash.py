@@ -60,6 +60,9 @@ class DFlashConfig(transformers.PreTrainedConfig):
             None without it.
         num_draft_tokens: draft tokens per round unless `generate` is told otherwise: a number up to `block_size - 1`, or
             "auto" (the default), the adaptive draft length.
+        acceptance_prior: what the drafter is known to accept, for the adaptive draft length: by draft position, the share
+            that is accepted where all positions before it were. Positions beyond the list are like the one before. None
+            where it was not measured.
         draft_vocab_size: tokens of the list that it drafts from, the tensor `d2t`, to which the tokens of the text at hand are
             added; None where it drafts from the whole vocabulary.
         num_tree_nodes: nodes of a draft tree unless `generate` is told otherwise; None (the default) for chains.
@@ -107,6 +110,7 @@ class DFlashConfig(transformers.PreTrainedConfig):
     selector_rank: int | None = None
     selector_top_k: int | None = None
     num_draft_tokens: int | str | None = None
+    acceptance_prior: list[float] | None = None
     draft_vocab_size: int | None = None
     num_tree_nodes: int | None = None
     target_name_or_path: str | None = None
@@ -220,6 +224,13 @@ class DFlashConfig(transformers.PreTrainedConfig):
             or (is_int(self.num_draft_tokens) and 1 <= self.num_draft_tokens < self.block_size),
             f"`num_draft_tokens` must be 'auto' or in [1, {self.block_size - 1}] for `block_size` {self.block_size}, "
             f"got {self.num_draft_tokens!r}.",
+        )
+        prior = self.acceptance_prior
+        require(
+            prior is None
+            or (isinstance(prior, list) and prior and all(is_number(rate) and 0 <= rate <= 1 for rate in prior)),
+            "`acceptance_prior` must be None or a list of numbers from 0 to 1, one a draft position: the share that is "
+            f"accepted where all positions before it were; got {prior!r}.",
         )
         require(
             self.draft_vocab_size is None

@@ -19,6 +19,7 @@ class ScheduleMemory:
 
     def __init__(self):
         self.statistics: DraftStatistics | None = None
+        self.prior: list[float] | None = None  # what the drafter's config says that it accepts
         self.devices = None
         self.warned = self.warned_of_logits = False
 
@@ -27,6 +28,7 @@ class ScheduleMemory:
         memory = cls._OF_PAIR.setdefault(drafter, weakref.WeakKeyDictionary()).setdefault(target, cls())
         if memory.devices != (drafter.device, target.device):
             memory.devices, memory.statistics = (drafter.device, target.device), None
+        memory.prior = drafter.config.acceptance_prior
         return memory
 
     def warn_at_the_floor(self, speculation: Speculation):

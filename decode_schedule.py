@@ -1,56 +1,103 @@
-"""How many tokens to draft in a round: what pays, by measured pass times and the acceptance seen so far.
+"""The adaptive draft length: how many tokens to draft in a round.
 
-A round that drafts n tokens takes T(n + 1) + D, a target pass over the anchor and the drafts and a drafter pass, and is
-expected to add E(n) tokens to each row; a plain round (n = 0) takes T(1), no drafter pass, and adds one:
+A round that drafts n tokens costs a forward pass of the target over the anchor and the draft tokens, T(n + 1), and one of the
+drafter, D. It is expected to add E(n) tokens to each sequence. A baseline round (n = 0) costs T(1) and adds one:
 
-    E(n) = 1 + a_1 + a_1 a_2 + ... + a_1 a_2 ... a_n        a_k: acceptance of slot k where slots 1 to k - 1 were accepted
+    E(n) = 1 + a_1 + a_1 a_2 + ... + a_1 a_2 ... a_n        a_k: acceptance of position k where those before it were accepted
     n*   = argmax over n of E(n) / (T(n + 1) + D)
 
-T and D are medians of the latest measurements, a_k are counts that fade. The choice is hopeful about what it has not
-tried, and an allowance bounds what hope may cost. It is counted in plain passes: a drafted round takes its excess
-(T + D) / T(1) - tokens from it, or adds its gain, and every token brings a little back. A round is drafted only if the
-allowance covers its worst case, nothing accepted. So whatever the drafter does, N tokens take at most
-`ALLOWANCE + EARLY * min(N, 200) + LATER * max(0, N - 200)` plain passes more than plain decoding, 2.5% of 200 tokens and less
-of more, as far as pass times repeat.
+Acceptance starts from a prior, which the drafter's config may state, and wears it down by counts. Costs are medians of
+measurements at the machine's pace: other work beside it slows all forward passes alike, and leaves their ratios. What is not
+known well speaks for drafting, which ends by evidence and not by a few unlucky measurements.
+
+An exploration budget bounds what this may cost, counted in baseline passes. A drafted round takes its excess
+(T + D) / T(1) - tokens from it, or adds its gain, and every token brings a little back. A round drafts only if the budget
+covers its worst case, nothing accepted. So whatever the drafter does, N tokens take at most
+`BUDGET + EARLY_REFILL * min(N, EARLY) + REFILL * max(0, N - EARLY)` baseline passes more than the baseline: 2.1% of 200
+tokens and less of more, as far as costs repeat.
 """
 
 import copy
+import itertools
+import math
 from dataclasses import dataclass, field
 
-ALLOWANCE = 4.2  # plain passes that trying may cost
-EARLY, LATER = 0.004, 0.0225  # plain passes of allowance that a token brings back: a call's first ones, and others
-FIRST = 200  # how many tokens are the first ones
-EARNED = 13.0  # the most allowance that gains build up: what a drafter that turns useless may cost from there on
-FADE = 0.95  # of the acceptance counts, at each drafted round
-HOPE, HOPE_WEIGHT = 0.75, 2.0  # acceptance of a slot before it is tried, and how many tries this is worth
-HOPED_SLOPE = 0.05  # what a token adds to an untried target pass, in plain passes
-HOPED_DRAFTER, WORST_DRAFTER = 0.3, 0.75  # an untried drafter pass, in plain passes
-FASTER = 0.85  # a pass this much below its median tells that the machine has sped up
-DISBELIEF = 1.5  # a first measurement counts up to this multiple of what was expected: it may be a warm-up
-KEPT, KEPT_ROUNDS = 5, 128  # measurements of one kind that are kept, and for how many rounds
-REFRESH = 0.01  # share of the time that measuring T(1) again may cost while drafting pays
-PAUSES = (8, 64)  # plain rounds between two tries while drafting does not pay: doubled by each failure
-PAUSE_AT_START = 16  # at most, where an earlier call with the pair left a longer one
-STALE = 0.95  # of the acceptance counts, at each plain round: what is not tried grows uncertain
-CARRIED = 5.0  # tries that this leaves, and that an earlier call's acceptance is worth: each text has its own
+BUDGET, BUDGET_CAP = 3.6, 13.0  # baseline passes that exploration may cost: at first, and at most after gains
+EARLY_REFILL, REFILL, EARLY = (
+    0.004,
+    0.0225,
+    200,
+)  # what a token brings back, in baseline passes: the first 200, and others
+UNSETTLED = 16  # rounds that are charged less where their costs turn out to be less
+PRIOR, PRIOR_TRIES, STATED_TRIES = (
+    [0.75],
+    2.0,
+    8.0,
+)  # acceptance if none is stated; tries that it, and a stated one, are worth
+FADE, CARRY_OVER = 0.95, 5.0  # of the counts by round; the tries that those of another text are worth
+SLOPE, DRAFTER, WORST_DRAFTER = (
+    0.05,
+    0.3,
+    0.75,
+)  # untried, in baseline passes: a further token, the drafter, and at worst
+KEPT = 16  # latest measurements of a kind
+PACE, NOISE = 0.3, 0.1  # how far one measurement moves the pace; their standard deviation until it is known
+CLIP = 1.5  # factor by which one measurement may differ from what is known
+DOUBT = 1.0  # standard deviations by which acceptance may be better than it looks
+SWITCH = 0.03  # by how much another draft length must be better than the last one
+REMEASURE = 0.01  # share of the time that measuring T(1) again may cost while drafting is faster
+COOLDOWN = (8, 64)  # baseline rounds between two tries while drafting is slower: doubled by each failure
+
+DRAFTING, CATCHING_UP = (
+    "drafter",
+    "drafter, catching up",
+)  # the latter also reads the prompt, or what baseline rounds wrote
 
 
-class Samples:
-    """The latest measurements of one kind of pass, in seconds.
+@dataclass
+class PassTimes:
+    """Seconds of forward passes by kind: the target's by its tokens, the drafter's `DRAFTING` or `CATCHING_UP`.
 
-    `median` is the lower one, of two the smaller, since what disturbs a pass makes it slower.
+    Args:
+        kept: the latest measurements by kind, over the pace at the time.
+        median: the lower one of these: of two the smaller, since what disturbs a pass makes it slower.
+        pace: by how much slower the machine is than at the first one.
+        noise: standard deviation of the logarithm of measurements, and of how many this is known.
     """
 
-    def __init__(self):
-        self.kept: list[tuple[int, float]] = []  # (round, seconds)
+    kept: dict[int | str, list[float]] = field(default_factory=dict)
+    median: dict[int | str, float] = field(default_factory=dict)
+    pace: float = 1.0
+    noise: tuple[float, int] = (NOISE, 1)
 
-    def add(self, round_index: int, seconds: float):
-        recent = [sample for sample in self.kept if round_index - sample[0] < KEPT_ROUNDS]
-        self.kept = recent[1 - KEPT :] + [(round_index, seconds)]
-        self.median = sorted(seconds for _, seconds in self.kept)[(len(self.kept) - 1) // 2]
+    def add(self, kind: int | str, seconds: float):
+        """Take in a measurement."""
+        if kind in self.kept:
+            change = min(max(seconds / self.pace / self.median[kind], 1 / CLIP), CLIP)
+            deviation, count = self.noise
+            variance = (deviation**2 * count + math.log(change) ** 2) / (count + 1)
+            self.noise = math.sqrt(variance), min(count + 1, 2 * KEPT)
+            if kind not in (DRAFTING, CATCHING_UP):
+                self.pace *= change**PACE
+        self.keep(kind, [*self.kept.get(kind, []), seconds / self.pace][-KEPT:])
 
-    def __len__(self):
-        return len(self.kept)
+    def keep(self, kind: int | str, measured: list[float]):
+        """Know these measurements of a kind, and no others."""
+        self.kept[kind], self.median[kind] = measured, sorted(measured)[(len(measured) - 1) // 2]
+
+    def count(self, kind: int | str) -> int:
+        """Return how many measurements of a kind there are."""
+        return len(self.kept.get(kind, []))
+
+    def error(self, *kinds: int | str) -> float:
+        """Return the standard error of a ratio of these kinds, as a share; an untried one counts as measured once."""
+        return self.noise[0] * math.sqrt(sum(1 / max(self.count(kind), 1) for kind in kinds))
+
+    def move(self, seconds: float):
+        """Go where passes take other times, one token now `seconds`: ratios are kept until they are measured again."""
+        self.pace = seconds / self.median[1]
+        for kind, median in [*self.median.items()]:
+            self.keep(kind, [median])
 
 
 @dataclass
@@ -58,128 +105,151 @@ class DraftStatistics:
     """What was measured with one drafter and one target: everything that the choice depends on.
 
     Args:
-        target: measured target passes, by their length in tokens.
-        drafter: measured drafter passes that followed a drafted round.
-        catching_up: those that did not: they also read the prompt, or what plain rounds wrote.
-        tried, accepted: by slot, faded counts of rows that reached the slot, and of those that accepted it.
-        allowance: plain passes that drafting may still lose.
-        pause, waited: plain rounds between two tries, and since the last drafted round.
-        rounds: rounds so far, the clock of the samples.
-        rows, context: number of rows at the last plain round, context length at the last round.
-        first_tried, first_accepted: drafts whose first slot was verified, and accepted; these counts do not fade.
+        times: of forward passes.
+        prior: acceptance by draft position before anything was counted, and how many tries it is worth.
+        tried, accepted: by draft position, faded counts of sequences that reached it, and of those that accepted it.
+        num_draft: the last draft length.
+        cooldown, waited: baseline rounds between two tries, and since the last drafted round.
+        since_baseline: drafted rounds since the last baseline round.
+        rows, context: sequences, and tokens in the KV cache, where the times were measured.
+        first_tried, first_accepted: drafts whose first token was verified, and accepted; these counts do not fade.
     """
 
-    target: dict[int, Samples] = field(default_factory=dict)
-    drafter: Samples = field(default_factory=Samples)
-    catching_up: Samples = field(default_factory=Samples)
+    times: PassTimes = field(default_factory=PassTimes)
+    prior: tuple[list[float], float] = (PRIOR, PRIOR_TRIES)
     tried: list[float] = field(default_factory=list)
     accepted: list[float] = field(default_factory=list)
-    allowance: float = ALLOWANCE
-    pause: int = PAUSES[0]
+    num_draft: int = 0
+    cooldown: int = COOLDOWN[0]
     waited: int = 0
-    rounds: int = 0
+    since_baseline: int = 0
     rows: int = 1
     context: int = 0
     first_tried: int = 0
     first_accepted: int = 0
 
-    @property
-    def drafter_passes(self) -> Samples:
-        """Those that tell D: of rounds among drafted ones, until there are any those that caught up."""
-        return self.drafter or self.catching_up
+    def fade(self, kept: float):
+        """Keep a share of the counts."""
+        self.tried, self.accepted = ([kept * count for count in counts] for counts in (self.tried, self.accepted))
 
 
 # ------------------------------------------------------------------------------------------------------------------
 # The policy: pure functions of the statistics.
 
 
-def choose_num_draft(statistics: DraftStatistics, most: int) -> tuple[int, float]:
-    """The best number of drafted tokens, 1 to `most`, among those whose worst case the allowance covers.
+def choose_num_draft(tokens: list[float], costs: list[float], lengths: list[int], last: int = 0) -> int:
+    """Choose the draft length of the most tokens a second.
 
-    Needs a measured plain pass.
-
-    Returns:
-        (n, gain): n drafted tokens, and the share of plain decoding's time that they are expected to save, negative where
-        plain decoding is faster; (0, 0.0) where the allowance covers no draft.
+    Args:
+        tokens: expected tokens of a round, by draft length from 0.
+        costs: of a round, by draft length.
+        lengths: to choose from, at least one.
+        last: the draft length in use, which stays unless another is better by `SWITCH`.
     """
-    plain, drafter = plain_seconds(statistics), drafter_seconds(statistics)
-    target, tokens = target_seconds(statistics, most + 1), expected_tokens(statistics, most)
-    cost = {
-        n: (target[n + 1] + drafter) / tokens[n]
-        for n in range(1, most + 1)
-        if worst_excess(statistics, n) <= statistics.allowance
-    }
-    if not cost:
-        return 0, 0.0
-    best = min(cost, key=cost.get)
-    return best, 1 - cost[best] / plain
+    best = max(lengths, key=lambda n: tokens[n] / costs[n])
+    if last in lengths and tokens[best] / costs[best] < (1 + SWITCH) * tokens[last] / costs[last]:
+        return last
+    return best
 
 
-def expected_tokens(statistics: DraftStatistics, most: int) -> list[float]:
-    """E(0) to E(most), tokens that a round adds to a row."""
-    slot_acceptance, all_accepted, tokens = HOPE, 1.0, [1.0]
-    for slot in range(most):
-        # A slot is believed to be like the one before it, or better.
-        slot_acceptance = max(slot_acceptance, (slot_acceptance + HOPE) / 2)
-        if slot < len(statistics.tried):
-            hoped = HOPE_WEIGHT * slot_acceptance
-            slot_acceptance = (hoped + statistics.accepted[slot]) / (HOPE_WEIGHT + statistics.tried[slot])
-        all_accepted *= slot_acceptance
+def expected_tokens(statistics: DraftStatistics, most: int, doubt: float = 0.0) -> list[float]:
+    """Return E(0) to E(most), tokens that a round adds to a sequence.
+
+    Args:
+        doubt: standard deviations by which the acceptance of each position may be better than it looks.
+    """
+    (prior, weight), rate, all_accepted, tokens = statistics.prior, PRIOR[0], 1.0, [1.0]
+    for position in range(most):
+        # Where the prior says nothing, a position is like the one before it.
+        rate = prior[position] if position < len(prior) else rate
+        tried, accepted = weight, weight * rate
+        if position < len(statistics.tried):
+            tried, accepted = tried + statistics.tried[position], accepted + statistics.accepted[position]
+        rate = accepted / tried
+        all_accepted *= min(rate + doubt * math.sqrt(rate * (1 - rate) / (tried + 1)), 1.0)
         tokens.append(tokens[-1] + all_accepted)
     return tokens
 
 
-def plain_seconds(statistics: DraftStatistics) -> float:
-    """T(1); while it was measured only once, not more than any longer pass."""
-    if len(statistics.target[1]) > 1:
-        return statistics.target[1].median
-    return min(samples.median for samples in statistics.target.values())
+def target_seconds(times: PassTimes, longest: int, clip: bool = False) -> list[float]:
+    """Return T(0) to T(longest): measured, on a line between two measured ones, or rising by `SLOPE` beyond the longest.
 
+    T(0) is 0. T(1) is at most that of any longer pass, which is at most that of its tokens one by one.
 
-def target_seconds(statistics: DraftStatistics, longest: int) -> dict[int, float]:
-    """T by pass length, 1 to `longest`: measured, between two measured ones, or a hopeful guess."""
-    plain = plain_seconds(statistics)
-    measured = {length: samples.median for length, samples in statistics.target.items()} | {1: plain}
-    known = dict(measured)
-    for length, samples in statistics.target.items():
-        if len(samples) == 1 and length > 1:
-            others = {other: seconds for other, seconds in measured.items() if other != length}
-            known[length] = min(measured[length], DISBELIEF * _between(others, length, HOPED_SLOPE * plain))
-    return {length: _between(known, length, HOPED_SLOPE * plain) for length in range(1, longest + 1)}
-
-
-def _between(known: dict[int, float], length: int, slope: float) -> float:
-    """Linear between the neighbors of `length`; beyond the longest known pass it rises by `slope` a token."""
-    below = max(known_length for known_length in known if known_length <= length)
-    above = min((known_length for known_length in known if known_length >= length), default=None)
-    if above is None:
-        return known[below] + slope * (length - below)
-    share = (length - below) / max(above - below, 1)
-    return known[below] * (1 - share) + known[above] * share
-
-
-def drafter_seconds(statistics: DraftStatistics) -> float:
-    """D, of a round among drafted ones; until one follows another, what is known counts at most as a plain pass."""
-    plain, samples = plain_seconds(statistics), statistics.drafter_passes
-    if not samples:
-        return HOPED_DRAFTER * plain
-    return samples.median if len(statistics.drafter) > 1 else min(samples.median, plain)
-
-
-def worst_excess(statistics: DraftStatistics, num_draft: int) -> float:
-    """What a round loses against plain decoding if nothing is accepted, in plain passes.
-
-    An untried target pass costs at worst in proportion to its length.
+    Args:
+        clip: whether a single measurement, which may hold a warm-up, counts up to what the others say.
     """
-    plain, length = plain_seconds(statistics), num_draft + 1
-    nearest = max(measured for measured in statistics.target if measured <= length)
-    target = min(length * plain, statistics.target[nearest].median * length / nearest)
-    drafter = drafter_seconds(statistics) if statistics.drafter_passes else WORST_DRAFTER * plain
-    return (target + drafter) / plain - 1
+    measured = {kind: median for kind, median in times.median.items() if isinstance(kind, int)}
+    baseline = min(measured.values())
+    known = {0: 0.0, 1: baseline} | {tokens: min(median, tokens * baseline) for tokens, median in measured.items()}
+    if clip:
+        trusted = {tokens: seconds for tokens, seconds in known.items() if tokens < 2 or times.count(tokens) > 1}
+        line = _line(trusted, max(known))
+        known = {
+            tokens: min(seconds, line[tokens]) if tokens not in trusted else seconds
+            for tokens, seconds in known.items()
+        }
+    return _line(known, longest)
+
+
+def _line(known: dict[int, float], longest: int) -> list[float]:
+    """Return values at 0 to `longest` on the lines through the known ones, rising by `SLOPE` of that at 1 beyond the last."""
+    points, line = sorted(known.items()), []
+    for (start, first), (end, last) in itertools.pairwise(points):
+        line += [first + (last - first) * (at - start) / (end - start) for at in range(start, end)]
+    start, first = points[-1]
+    line += [first + SLOPE * known[1] * (at - start) for at in range(start, longest + 1)]
+    return line[: longest + 1]
+
+
+def drafter_seconds(times: PassTimes, kind: str = DRAFTING) -> float:
+    """Return D; until it was measured twice at most T(1), or a prior share of it."""
+    if times.count(kind) > 1:
+        return times.median[kind]
+    baseline = target_seconds(times, 1)[1]
+    measured = [times.median[either] for either in (kind, CATCHING_UP) if either in times.median]
+    return min(measured[0], baseline) if measured else DRAFTER * baseline
+
+
+def round_costs(times: PassTimes, most: int, kind: str = DRAFTING, clip: bool = False) -> list[float]:
+    """Return the cost of a round by draft length, 0 to `most`, in baseline passes."""
+    target, drafter = target_seconds(times, most + 1, clip), drafter_seconds(times, kind)
+    return [1.0] + [(seconds + drafter) / target[1] for seconds in target[2:]]
+
+
+def worst_costs(times: PassTimes, most: int) -> list[float]:
+    """Return the same at worst: an untried pass of the target costs in proportion to its tokens."""
+    baseline = target_seconds(times, 1)[1]
+    known = DRAFTING in times.median or CATCHING_UP in times.median
+    drafter = drafter_seconds(times) / baseline if known else WORST_DRAFTER
+    costs = [1.0]
+    for tokens in range(2, most + 2):
+        shares = [seconds / kind for kind, seconds in times.median.items() if isinstance(kind, int) and kind <= tokens]
+        costs.append(tokens * min(baseline, *shares) / baseline + drafter)
+    return costs
 
 
 # ------------------------------------------------------------------------------------------------------------------
 # The state of a call.
+
+
+@dataclass
+class DraftedRound:
+    """A round that the budget is charged for.
+
+    Args:
+        num_draft: draft length, 0 for a baseline round.
+        kind: of the drafter's forward pass.
+        cost: in baseline passes, by the times when it ended.
+        tokens: by sequence.
+        refill: of the budget, that these bring.
+    """
+
+    num_draft: int
+    kind: str
+    cost: float
+    tokens: float
+    refill: float
 
 
 class DraftSchedule:
@@ -191,41 +261,53 @@ class DraftSchedule:
         block_size: of the drafter; a round drafts at most `block_size - 1` tokens.
         memory: the `statistics` of an earlier call with the same drafter and target, on the same devices. They are
             copied, so calls that run at once can start from one memory; keep `statistics` of the one that ends last.
+        prior: `acceptance_prior` of the drafter's config.
     """
 
     num_nodes = None  # it drafts chains
 
-    def __init__(self, block_size: int, memory: DraftStatistics | None = None):
+    def __init__(self, block_size: int, memory: DraftStatistics | None = None, prior: list[float] | None = None):
         self.most = block_size - 1
         self.statistics = copy.deepcopy(memory) if memory is not None else DraftStatistics()
-        # The bound holds for each call. Each text has its own acceptance, so what earlier ones had is believed a little only,
-        # unless none had any.
-        self.statistics.allowance = ALLOWANCE
-        if not self._is_at_floor():
-            self.statistics.pause = min(self.statistics.pause, PAUSE_AT_START)
-            self._fade_acceptance(CARRIED / max([CARRIED, *self.statistics.tried]))
+        if prior is not None:
+            self.statistics.prior = prior, STATED_TRIES
+        # Each text has its own acceptance, so what earlier ones had is believed a little only, unless none had any.
+        if not self._is_low():
+            self.statistics.fade(CARRY_OVER / max([CARRY_OVER, *self.statistics.tried]))
+        self.settled, self.rounds = BUDGET, []  # the budget is one of each call
         self.trying = False
         self.drafted = False  # whether the last round did
-        self.sped_up = False  # by the last drafted pass, since T(1) was measured
-        self.deaf_until = 0  # the round up to which that is not believed
-        self.tokens = 0.0  # of this call, by row
+        self.tokens = 0.0  # by sequence
 
     def next(self, rows: int = 1, context: int = 0) -> int:
-        """Tokens to draft in the coming round, 0 for a plain round. The loop may draft fewer, where the text ends.
+        """Return how many tokens to draft in the coming round. The loop may draft fewer, where the text ends.
 
         Args:
-            rows: rows in the batch.
+            rows: sequences in the batch.
             context: tokens in the target's cache.
         """
-        statistics = self.statistics
-        if self._plain_is_unknown(rows, context):
+        statistics, times = self.statistics, self.statistics.times
+        if 1 not in times.median or self._is_elsewhere(rows, context) or self._baseline_was_disturbed():
             return 0
-        num_draft, gain = choose_num_draft(statistics, self.most)
+        budget, worst = self.budget(), worst_costs(times, self.most)
+        lengths = [n for n in range(1, self.most + 1) if worst[n] - 1 <= budget]
+        if not lengths:
+            return 0
+        tokens, costs = expected_tokens(statistics, self.most), round_costs(times, self.most, clip=True)
+        num_draft = choose_num_draft(tokens, costs, lengths, statistics.num_draft or self.most)
+        if lengths[-1] == self.most:
+            statistics.num_draft = num_draft
+        hoped = expected_tokens(statistics, num_draft, DOUBT)[-1] * (1 + times.error(1, num_draft + 1))
+        gain = 1 - costs[num_draft] / hoped
         self.trying = gain <= 0
         if self.trying:
-            return num_draft if statistics.waited >= statistics.pause else 0
-        since_plain = statistics.rounds - statistics.target[1].kept[-1][0]
-        return num_draft if since_plain * REFRESH < gain else 0
+            return num_draft if statistics.waited >= statistics.cooldown else 0
+        remeasure = max(REMEASURE, times.error(1) ** 2)
+        return num_draft if statistics.since_baseline * remeasure < gain else 0
+
+    def budget(self) -> float:
+        """Return the baseline passes that drafting may still lose in this call."""
+        return self._charged(self.rounds)
 
     def observe(
         self,
@@ -239,101 +321,91 @@ class DraftSchedule:
         """Record the round that just ended.
 
         Args:
-            num_draft: tokens that were drafted, 0 for a plain round.
-            accepted: by row, drafts that became text; where rows advance in lockstep, the count they advanced by.
-            target_seconds: the round's time less the drafter's: the target's pass and all that plain rounds do as well.
+            num_draft: tokens that were drafted, 0 for a baseline round.
+            accepted: by sequence, draft tokens that became text; where sequences advance in lockstep, the count they advanced by.
+            target_seconds: the round's time less the drafter's: the target's pass and all that baseline rounds do as well.
             drafter_seconds: of the drafter's pass and the proposal.
             rows, context: as given to `next`.
         """
         statistics = self.statistics
-        statistics.rounds += 1
         tokens = 1 + sum(accepted) / len(accepted)
+        kind = DRAFTING if self.drafted else CATCHING_UP
         if num_draft == 0:
-            if 1 in statistics.target and self._is_elsewhere(rows, context):
-                self._rescale(target_seconds / plain_seconds(statistics))
-            elif self.sped_up and target_seconds < FASTER * plain_seconds(statistics):
-                self._rescale(target_seconds / plain_seconds(statistics))
-            elif self.sped_up:
-                self.deaf_until = statistics.rounds + PAUSES[1]
-            self.sped_up = False
-            statistics.target.setdefault(1, Samples()).add(statistics.rounds, target_seconds)
-            statistics.rows = rows
-            statistics.waited += 1
-            if statistics.tried and statistics.tried[0] > CARRIED and not self._is_at_floor():
-                self._fade_acceptance(STALE)
+            self._count_baseline(target_seconds, rows, context)
         else:
-            self._count_time(num_draft, tokens, target_seconds, drafter_seconds)
+            statistics.times.add(num_draft + 1, target_seconds)
+            statistics.times.add(kind, drafter_seconds)
             self._count_acceptance(num_draft, accepted)
             statistics.waited = 0
+            statistics.since_baseline += 1
             if self.trying and tokens >= 2:  # promising: try again at once
-                statistics.pause = statistics.waited = PAUSES[0]
+                statistics.cooldown = statistics.waited = COOLDOWN[0]
             elif self.trying:
-                statistics.pause = min(2 * statistics.pause, PAUSES[1])
+                statistics.cooldown = min(2 * statistics.cooldown, COOLDOWN[1])
         statistics.context = context
         self.drafted = num_draft > 0
         self.tokens += tokens
-        refill = tokens * (EARLY if self.tokens <= FIRST else LATER)
-        statistics.allowance = max(statistics.allowance, min(statistics.allowance + refill, ALLOWANCE))
+        refill = tokens * (EARLY_REFILL if self.tokens <= EARLY else REFILL)
+        cost = round_costs(statistics.times, num_draft, kind)[-1]
+        self.rounds.append(DraftedRound(num_draft, kind, cost, tokens, refill))
+        if len(self.rounds) == 2 * UNSETTLED:
+            self._settle(UNSETTLED)
 
-    def _is_at_floor(self) -> bool:
+    def _is_low(self) -> bool:
         return is_at_floor(self.statistics.first_tried, self.statistics.first_accepted)
 
-    def _fade_acceptance(self, kept: float):
-        statistics = self.statistics
-        statistics.tried = [kept * count for count in statistics.tried]
-        statistics.accepted = [kept * count for count in statistics.accepted]
+    def _baseline_was_disturbed(self) -> bool:
+        """Tell whether the only measurement of T(1) is above that of a longer pass."""
+        times = self.statistics.times
+        return times.count(1) == 1 and times.median[1] > CLIP * target_seconds(times, 1)[1]
 
-    def _plain_is_unknown(self, rows, context) -> bool:
-        target = self.statistics.target
-        if 1 not in target or self.sped_up or self._is_elsewhere(rows, context):
-            return True
-        # A single measurement above that of a longer pass was disturbed.
-        longer = [samples.median for length, samples in target.items() if length > 1]
-        return len(target[1]) == 1 and bool(longer) and target[1].median > 1.2 * min(longer)
-
-    def _is_elsewhere(self, rows, context) -> bool:
-        """Whether rows or context differ so much from where the times were measured that T(1) must be measured again."""
+    def _is_elsewhere(self, rows: int, context: int) -> bool:
+        """Tell whether rows or context differ so much from where times were measured that T(1) must be measured again."""
         pairs = ((rows, self.statistics.rows), (context + 256, self.statistics.context + 256))
         return any(max(pair) >= 2 * min(pair) for pair in pairs)
 
-    def _rescale(self, factor: float):
-        """Take over times measured with other rows or context, or on a slower machine: one sample of each kind, in proportion
-        to T(1)."""
-        statistics = self.statistics
-        for samples in (*statistics.target.values(), statistics.drafter, statistics.catching_up):
-            if samples:
-                samples.kept = []
-                samples.add(statistics.rounds, samples.median * factor)
-        del statistics.target[1]
+    def _count_baseline(self, seconds: float, rows: int, context: int):
+        statistics, times = self.statistics, self.statistics.times
+        if 1 in times.median and self._is_elsewhere(rows, context):
+            self._settle(len(self.rounds))
+            times.move(seconds)
+        elif 1 in times.median and self._baseline_was_disturbed():
+            times.keep(1, [seconds / times.pace])
+        else:
+            times.add(1, seconds)
+        statistics.rows, statistics.since_baseline = rows, 0
+        statistics.waited += 1
+        if statistics.tried and statistics.tried[0] > CARRY_OVER and not self._is_low():
+            statistics.fade(FADE)  # what is not tried grows uncertain
 
-    def _count_time(self, num_draft, tokens, target_seconds, drafter_seconds):
-        statistics, length = self.statistics, num_draft + 1
-        target = statistics.target.setdefault(length, Samples())
-        # Other work on the machine ended, say. A T(1) from before would make drafting look better than it is; where the machine
-        # slows down, drafting looks worse, and the plain rounds that follow measure T(1).
-        believed = len(target) > 0 and statistics.rounds >= self.deaf_until
-        self.sped_up = believed and target_seconds < FASTER * target.median
-        target.add(statistics.rounds, target_seconds)
-        drafter = statistics.drafter if self.drafted else statistics.catching_up
-        drafter.add(statistics.rounds, drafter_seconds)
-        # A disturbance, which can hit a plain pass as well, is not the drafter's loss.
-        plain = min(plain_seconds(statistics), *(seconds for _, seconds in statistics.target[1].kept))
-        target_limit = length * plain if len(target) == 1 else 2 * target.median
-        drafter_limit = 1.5 * plain if len(drafter) == 1 else 2 * drafter.median
-        spent = min(target_seconds, target_limit) + min(drafter_seconds, drafter_limit)
-        statistics.allowance = min(statistics.allowance - (spent / plain - tokens), EARNED)
-
-    def _count_acceptance(self, num_draft, accepted):
+    def _count_acceptance(self, num_draft: int, accepted: list[int]):
         statistics = self.statistics
-        missing = num_draft - len(statistics.tried)
-        statistics.tried += [0.0] * missing
-        statistics.accepted += [0.0] * missing
-        for slot in range(num_draft):
-            reached, passed = sum(count >= slot for count in accepted), sum(count > slot for count in accepted)
-            statistics.tried[slot] = FADE * statistics.tried[slot] + reached
-            statistics.accepted[slot] = FADE * statistics.accepted[slot] + passed
+        statistics.fade(FADE)
+        missing = [0.0] * (num_draft - len(statistics.tried))
+        statistics.tried, statistics.accepted = statistics.tried + missing, statistics.accepted + missing
+        for position in range(num_draft):
+            reached, passed = sum(count >= position for count in accepted), sum(count > position for count in accepted)
+            statistics.tried[position] += reached
+            statistics.accepted[position] += passed
         statistics.first_tried += len(accepted)
         statistics.first_accepted += sum(count > 0 for count in accepted)
+
+    def _settle(self, count: int):
+        """Charge the first rounds for good."""
+        self.settled, self.rounds = self._charged(self.rounds[:count]), self.rounds[count:]
+
+    def _charged(self, rounds: list[DraftedRound]) -> float:
+        """Return what is left of the settled budget after these rounds."""
+        times, budget = self.statistics.times, self.settled
+        costs = {kind: round_costs(times, self.most, kind) for kind in (DRAFTING, CATCHING_UP)}
+        for drafted in rounds:
+            if drafted.num_draft:
+                cost = costs[drafted.kind][drafted.num_draft]
+                if times.count(drafted.num_draft + 1) == 1:  # it may hold a warm-up, as T(1) did at the time
+                    cost = min(cost, drafted.cost)
+                budget = min(budget - (cost - drafted.tokens), BUDGET_CAP)
+            budget = max(budget, min(budget + drafted.refill, BUDGET))
+        return budget
 
 
 class FixedSchedule:
@@ -364,7 +436,7 @@ FLOOR, FLOOR_TRIES = 0.1, 20
 FLOOR_WARNING = (
     "Of the first tokens that this DFlash drafter proposed, less than one in ten was accepted: the text is right, but drafting "
     "does not make it faster. Likely causes: the target is another revision than the drafter was made for, fine-tuned or "
-    "quantized; the prompts lack the chat template that the drafter was trained with, or use the other thinking mode; the "
+    "quantised; the prompts lack the chat template that the drafter was trained with, or use the other thinking mode; the "
     "drafter's `target_layer_ids` or `mask_token_id` are not those of its training; or the prompts are unlike its training "
     "data. Try a prompt like those, and compare `drafter.config` with what the drafter's card says."
 )

@@ -156,7 +156,11 @@ def _generate(
     if num_nodes is not None and num_draft_tokens == "auto":  # the tree has a size, and its depth follows
         num_draft_tokens = most
     adaptive = num_draft_tokens == "auto"
-    schedule = DraftSchedule(most + 1, memory.statistics) if adaptive else FixedSchedule(num_draft_tokens, num_nodes)
+    schedule = (
+        DraftSchedule(most + 1, memory.statistics, memory.prior)
+        if adaptive
+        else FixedSchedule(num_draft_tokens, num_nodes)
+    )
     read_prefix, streamer, own_cache = call.get("read_prefix", True), call.get("streamer"), passed_cache(model_kwargs)
     call = with_healed_tokens(target, resolved, with_stop_strings(target, resolved, call))
 
@@ -217,7 +221,16 @@ class Decoding:
         # Without draft tokens the proposer never runs, so no hidden states are asked for.
         self.drafting = self.schedule.most > 0
         adaptive = isinstance(self.schedule, DraftSchedule)
-        self.clock = RoundClock(proposer.device, wanted=adaptive and self.state.ranks.first)
+        devices = {
+            proposer.device.type,
+            target.device.type,
+            *map(str, (getattr(target, "hf_device_map", None) or {}).values()),
+        }
+        self.clock = RoundClock(
+            proposer.device,
+            wanted=adaptive and self.state.ranks.first,
+            own_work=devices == {"cpu"} and not self.state.ranks.shared,
+        )
 
     def prefill(self):
         """Read the prompt, see how the target's passes behave, and emit the first token, which is the first anchor."""

@@ -13,6 +13,7 @@ NOT_CARRIED = (
     "format_version",
     "num_draft_tokens",
     "draft_vocab_size",
+    "acceptance_prior",
     "target_name_or_path",
     "target_revision",
     "target_rows",

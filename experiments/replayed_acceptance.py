@@ -3,9 +3,11 @@
     python -m dflash_hub.experiments.replayed_acceptance --drafter . --responses answers-gsm8k --responses answers-humaneval
 
 Each folder of `dflash-hub regenerate` is a set. The rounds are those of real greedy generation (see `evaluation`); what they
-cost in time is measured by `dflash-hub bench`.
+cost in time is measured by `dflash-hub bench`. The last line is the `acceptance_prior` of these sets for the drafter's config.
 """
 
+import itertools
+import statistics
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +39,7 @@ def main(
     identity = identify(loaded)
     model = DFlashDraftModel.from_pretrained(drafter, dtype=loaded.dtype).to(loaded.device).eval()
     check_finite(dict(model.named_parameters()), drafter)
-    lines, taus = [], []
+    lines, taus, shares = [], [], []
     for folder in responses:
         settings = read_json(folder / "settings.json", "generation", "identity")
         check_answerer(folder, settings, identity)
@@ -55,10 +57,14 @@ def main(
         records = [{"id": row["id"], "rounds": r} for row, r in zip(rows, speculation.acceptance_lengths)]
         tau = over_prompts(records, lambda record: record["id"], tau_of)
         taus.append(tau[0])
-        slots = " ".join(f"{share:.2f}" for share in speculation.slot_acceptance)
+        shares.append(speculation.slot_acceptance)
+        slots = " ".join(f"{share:.2f}" for share in shares[-1])
         lines.append([folder.name, len(rows), interval(tau), f"{first:.2f}", slots])
     head = ["set", "answers", "tau", "first slot right, all anchors", "slots 1 to k accepted"]
     typer.echo(table(head, [*lines, ["mean", "", f"{sum(taus) / len(taus):.2f}", "", ""]]))
+    reached = [1.0, *(statistics.mean(by_set) for by_set in zip(*shares))]
+    prior = [round(later / earlier, 2) for earlier, later in itertools.pairwise(reached) if earlier]
+    typer.echo(f'\n"acceptance_prior": {prior}')
     typer.echo("\n" + origin(typed_command("python -m dflash_hub.experiments.replayed_acceptance")) + f", {dtype}")
 
 

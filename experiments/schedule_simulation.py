@@ -1,11 +1,18 @@
-"""A fake clock for draft schedules: tables of pass times, drafters of known acceptance. No model runs."""
+"""A simulated clock for draft schedules: tables of pass times and drafters of known acceptance, or recorded ones. No model runs."""
 
+import json
 import random
+from pathlib import Path
 from statistics import mean
 
-from ..decode_schedule import (
-    DraftSchedule,
-)
+from ..decode_schedule import DraftSchedule
+
+RECORDINGS = Path(__file__).parent / "schedule_recordings.json"
+
+
+def recordings() -> dict:
+    """Return {"times": by machine, "texts": by set}, as `schedule_recordings` writes them."""
+    return json.loads(RECORDINGS.read_text())
 
 
 def line(first, last, length=8):
@@ -107,3 +114,34 @@ def best_fixed(table, acceptance, block_size, seeds, **options):
 
 def mean_auto(table, acceptance, block_size, seeds, memory=None, **options):
     return mean(simulate(table, acceptance, DraftSchedule(block_size, memory), s, **options)[0] for s in seeds)
+
+
+def play(text, times, schedule, seed, clock="thread", drafter="drafter"):
+    """Generate a recorded text on a recorded machine (see `schedule_recordings`).
+
+    Args:
+        text: by anchor, how many draft tokens in a row are right, a digit each.
+        times: milliseconds by clock and kind of pass, one a cycle.
+        schedule: a fixed draft length, or a `DraftSchedule`, which is told the times of `clock`.
+        seed: of the cycle that it starts with; each round takes the next one.
+        drafter: kind of its passes.
+
+    Returns:
+        (milliseconds, forward passes of the target, drafted counts by round); the time is that of passes at their mean of the
+        wall clock, so that it compares choices, not luck.
+    """
+    usual = {kind: mean(values) for kind, values in times["wall"].items()}
+    told, anchor, clock_time, drafts = times[clock], 0, 0.0, []
+    cycles = len(told["1"])
+    cycle = random.Random(seed).randrange(cycles)
+    while anchor < len(text):
+        wanted = schedule if isinstance(schedule, int) else schedule.next(1, anchor + 100)
+        n = min(wanted, len(text) - anchor - 1)
+        accepted = min(int(text[anchor]), n)
+        clock_time += usual[str(n + 1)] + (usual[drafter] if n else 0.0)
+        if not isinstance(schedule, int):
+            drafter_time = told[drafter][cycle] if n else 0.0
+            schedule.observe(n, [accepted], told[str(n + 1)][cycle], drafter_time, 1, anchor + 100)
+        anchor, cycle = anchor + accepted + 1, (cycle + 1) % cycles
+        drafts.append(n)
+    return clock_time, len(drafts), drafts

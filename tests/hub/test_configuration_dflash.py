@@ -39,6 +39,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial rotary"),
         ({"num_draft_tokens": 5}, r"in \[1, 4\]"),
         ({"num_draft_tokens": "all"}, "got 'all'"),
+        ({"acceptance_prior": []}, r"list of numbers from 0 to 1, .* got \[\]"),
+        ({"acceptance_prior": 0.5}, "got 0.5"),
+        ({"acceptance_prior": [0.5, 1.5]}, r"got \[0.5, 1.5\]"),
+        ({"acceptance_prior": [True]}, r"got \[True\]"),
         ({"head_dim": 7}, "must be even"),
         ({"num_attention_heads": 3}, "multiple of `num_key_value_heads`"),
         ({"hidden_size": 0}, "`hidden_size` must be a positive integer"),
@@ -128,6 +132,7 @@ def test_defaults_follow_the_layers():
             }
         },
         {"target_name_or_path": "org/target", "target_thinking": False, "eos_token_id": [1, 2], "num_draft_tokens": 2},
+        {"acceptance_prior": [0.5, 1, 0.25]},
     ),
 )  # fmt: skip
 def test_saved_whole_and_read_back_the_same(overrides, tmp_path):
@@ -318,7 +323,7 @@ def test_a_file_of_ours_that_lost_a_field_is_refused(tmp_path):
     path = tmp_path / "config.json"
     saved = json.loads(path.read_text())
     harmless = {
-        "attention_bias", "attention_dropout", "initializer_range", "num_draft_tokens", "draft_vocab_size", "num_tree_nodes", "target_name_or_path", "target_revision",
+        "attention_bias", "attention_dropout", "initializer_range", "num_draft_tokens", "acceptance_prior", "draft_vocab_size", "num_tree_nodes", "target_name_or_path", "target_revision",
         "target_chat", "target_thinking", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "format_version",
         # The tensors tell: a drafter with a part that its config does not state is refused. And files of earlier versions lack them.
         "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",

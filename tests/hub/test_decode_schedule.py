@@ -1,21 +1,33 @@
 """The schedule against a fake clock: tables of pass times, drafters of known acceptance, many seeds. No model runs."""
 
 import itertools
-from statistics import mean
+from statistics import mean, median
 
 import pytest
 from dflash_hub import decode_schedule
 from dflash_hub.decode_schedule import (
-    ALLOWANCE,
+    BUDGET,
     DraftSchedule,
     DraftStatistics,
-    Samples,
+    PassTimes,
     choose_num_draft,
     expected_tokens,
     is_at_floor,
+    round_costs,
     target_seconds,
+    worst_costs,
 )
-from dflash_hub.experiments.schedule_simulation import DRAFTERS, TABLES, best_fixed, fading, mean_auto, simulate, steady
+from dflash_hub.experiments.schedule_simulation import (
+    DRAFTERS,
+    TABLES,
+    best_fixed,
+    fading,
+    mean_auto,
+    play,
+    recordings,
+    simulate,
+    steady,
+)
 
 # ----------------------------------------------------------------------------------------- the bound and the optimum
 
@@ -114,7 +126,7 @@ def test_warm_up_does_not_mislead():
             warm_up = lambda kind, count, generator: 20 if count == 1 else 1  # noqa: E731
             simulate(table, acceptance, schedule, seed, tokens=100, disturb=warm_up)
             rates.append(simulate(table, acceptance, schedule, seed, start=100, tokens=200)[0])
-        assert mean(rates) <= 1.08 * best_fixed(table, acceptance, 8, seeds, start=100), table
+        assert mean(rates) <= 1.15 * best_fixed(table, acceptance, 8, seeds, start=100), table
 
 
 def test_rare_spikes_do_not_mislead():
@@ -168,63 +180,128 @@ def test_a_disturbed_first_plain_pass_is_measured_again():
     schedule.observe(n, [0], 1.1, 0.3)
     assert schedule.next() == 0
     schedule.observe(0, [0], 1.0)
-    assert decode_schedule.plain_seconds(schedule.statistics) == 1.0
+    assert target_seconds(schedule.statistics.times, 1)[1] == 1.0
 
 
 # ----------------------------------------------------------------------------------------- the pure functions
 
 
-def known(table, counts, block_size=8):
-    """Statistics of a table measured at every length, with many counts of each slot."""
-    statistics = DraftStatistics(tried=[10000.0] * len(counts), accepted=[10000.0 * share for share in counts])
-    for length in range(1, block_size + 1):
-        for index in range(3):
-            statistics.target.setdefault(length, Samples()).add(index, table[0](length))
-            statistics.drafter.add(index, table[1])
-    return statistics
+def known(lengths: dict[int, float], drafter: float | None = None, repeats: int = 3) -> PassTimes:
+    """Return times measured at these lengths."""
+    times = PassTimes()
+    for kind, seconds in (lengths | ({} if drafter is None else {"drafter": drafter})).items():
+        for _ in range(repeats):
+            times.add(kind, seconds)
+    return times
 
 
 def test_expected_tokens():
-    statistics = known(TABLES["CPU, fast"], (0.8, 0.5, 0.25))
+    """Counts wear the prior down; where it ends, a position is like the one before."""
+    statistics = DraftStatistics(tried=[10000.0] * 3, accepted=[8000.0, 5000.0, 2500.0])
     assert expected_tokens(statistics, 3) == pytest.approx([1, 1.8, 2.2, 2.3], abs=1e-3)
+    statistics = DraftStatistics(prior=([0.5, 0.4], 8.0))
+    assert expected_tokens(statistics, 3) == pytest.approx([1, 1.5, 1.7, 1.78])
+    statistics.tried, statistics.accepted = [8.0], [8.0]
+    assert expected_tokens(statistics, 2) == pytest.approx([1, 1.75, 2.05])
+    assert expected_tokens(statistics, 2, doubt=1.0) > expected_tokens(statistics, 2)
 
 
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("acceptance", (0.05, 0.3, 0.6, 0.8, 0.95))
 def test_the_choice_is_the_best_by_the_formula(table, acceptance):
     target, drafter = TABLES[table]
-    statistics = known(TABLES[table], (acceptance,) * 7)
-    statistics.allowance = 100.0
-    rates = {n: sum(acceptance**k for k in range(n + 1)) / (target(n + 1) + drafter) for n in range(1, 8)}
-    n, gain = choose_num_draft(statistics, 7)
-    assert rates[n] == pytest.approx(max(rates.values()), rel=1e-3)
-    assert gain == pytest.approx(1 - 1 / target(1) / max(rates.values()), abs=1e-2)
+    costs = round_costs(known({length: target(length) for length in range(1, 9)}, drafter), 7)
+    assert costs == pytest.approx([1] + [(target(n + 1) + drafter) / target(1) for n in range(1, 8)])
+    tokens = [sum(acceptance**k for k in range(n + 1)) for n in range(8)]
+    rates = [gained / cost for gained, cost in zip(tokens, costs)]
+    assert rates[choose_num_draft(tokens, costs, range(1, 8))] == max(rates[1:])
+    for last in range(1, 8):  # which stays, unless another is better by more than jitter
+        chosen = choose_num_draft(tokens, costs, range(1, 8), last)
+        assert (chosen == last) == (
+            max(rates[1:]) < (1 + decode_schedule.SWITCH) * rates[last] or rates[last] == max(rates[1:])
+        )
 
 
-def test_the_allowance_covers_the_worst_case():
-    statistics = known(TABLES["linear, heavy drafter"], (0.99,) * 7)
-    for allowance in (0.5, 2.0, 3.0, 5.0):
-        statistics.allowance = allowance
-        n, _ = choose_num_draft(statistics, 7)
-        assert n == max((n for n in range(1, 8) if n + 1 <= allowance), default=0)
+def test_lengths_where_kernels_are_odd_are_left_out():
+    """Milliseconds of float32 on two quiet cores: 8 tokens take less than 2, 3, 6 or 7."""
+    odd = {1: 59.4, 2: 99.6, 3: 120.3, 4: 89.8, 5: 92.1, 6: 107.1, 7: 134.7, 8: 88.6}
+    schedule, position = DraftSchedule(8, prior=[0.62, 0.61, 0.58, 0.55, 0.58, 0.7, 0.6]), 0
+    chosen = []
+    while position < 600:
+        n = schedule.next(1, position)
+        accepted = int(position * 0.37 % 1 * (n + 1) * 0.7)
+        schedule.observe(n, [accepted], odd[n + 1], 26.0 if n else 0.0, 1, position)
+        position += accepted + 1
+        chosen.append(n)
+    drafted = [n for n in chosen if n]
+    assert len(drafted) > 100 and sum(n in (3, 4, 7) for n in drafted) > 0.95 * len(drafted)
+
+
+def test_the_budget_covers_the_worst_case():
+    """Nothing is accepted, and an untried pass of the target costs in proportion to its tokens."""
+    times = known({1: 20.0}, 20.0)
+    assert worst_costs(times, 7) == pytest.approx([1] + [n + 2 for n in range(1, 8)])
+    times = known({1: 20.0, 4: 40.0}, 20.0)
+    assert worst_costs(times, 7)[3:] == pytest.approx([3, 3.5, 4, 4.5, 5])
+    schedule = DraftSchedule(8, DraftStatistics(times=known({1: 20.0}, 20.0)))
+    for settled, n in ((0.5, 0), (2.5, 1), (3.0, 2), (5.0, 4)):
+        schedule.settled = settled
+        assert schedule.next() == n
 
 
 def test_untried_lengths_lie_between_measured_ones():
-    statistics = DraftStatistics()
-    for length, seconds in ((1, 1.0), (4, 1.3), (8, 2.1)):
-        for index in range(2):
-            statistics.target.setdefault(length, Samples()).add(index, seconds)
-    times = target_seconds(statistics, 10)
-    assert times[3] == pytest.approx(1.2) and times[6] == pytest.approx(1.7) and times[10] == pytest.approx(2.2)
+    seconds = target_seconds(known({1: 1.0, 4: 1.3, 8: 2.1}), 10)
+    assert seconds[3] == pytest.approx(1.2) and seconds[6] == pytest.approx(1.7) and seconds[10] == pytest.approx(2.2)
 
 
-def test_samples_fade_and_withstand_outliers():
-    samples = Samples()
-    for index, seconds in enumerate((1.0, 9.0, 1.1, 1.2, 9.0, 1.3)):
-        samples.add(index, seconds)
-    assert samples.median == 1.3 and len(samples) == 5
-    samples.add(1000, 2.0)
-    assert samples.median == 2.0 and len(samples) == 1
+def test_a_single_measurement_is_clipped_where_it_guides_the_choice():
+    times = known({1: 1.0, 8: 20.0}, repeats=1)
+    assert target_seconds(times, 8)[8] == 8.0  # no more than its tokens one by one
+    assert target_seconds(times, 8, clip=True)[8] == pytest.approx(1.35)
+
+
+def test_measurements_are_taken_at_the_machines_pace():
+    """Where all passes take half as long again, what is known of their ratios stays; an outlier moves nothing."""
+    times = known({1: 1.0, 8: 1.6}, repeats=4)
+    times.add(8, 30.0)
+    assert times.median == pytest.approx({1: 1.0, 8: 1.6}) and times.pace < 1.2
+    for _ in range(30):
+        times.add(8, 4.8)
+    assert times.pace == pytest.approx(3.0, rel=0.01) and times.median[8] / times.median[1] == pytest.approx(
+        1.6, rel=0.1
+    )
+
+
+# ----------------------------------------------------------------------------------------- recorded machines and texts
+
+PRIOR = [0.5, 0.43, 0.45, 0.45, 0.54, 0.57, 0.5]  # of the shipped drafter
+
+
+@pytest.mark.parametrize("drafter", ("drafter", "drafter with a list"))
+@pytest.mark.parametrize("machine", recordings()["times"])
+def test_recorded_times_of_busy_machines_do_not_mislead(machine, drafter):
+    """Each text ten times, one after the other, as visitors send the same prompt. On the mean of the sets it takes at most 5%
+    longer than the best fixed length. Forward passes stay within 15% of their median, in 97 of 100 runs, where drafting
+    pays by a fifth or more; near the break-even either choice takes as long."""
+    recorded = recordings()
+    times, auto, fixed, steady_runs = recorded["times"][machine], [], [], []
+    for texts in recorded["texts"].values():
+        spent, baseline = 0.0, sum(play(text, times, 0, 0)[0] for text in texts)
+        best_lengths = [sum(play(text, times, n, 0, drafter=drafter)[0] for text in texts) / baseline for n in range(8)]
+        for text in texts:
+            memory, passes = None, []
+            for run in range(10):
+                schedule = DraftSchedule(8, memory, PRIOR)
+                seconds, count, _ = play(text, times, schedule, run, drafter=drafter)
+                spent, memory = spent + seconds / 10, schedule.statistics
+                passes.append(count)
+            gain = play(text, times, 0, 0)[0] / min(play(text, times, n, 0, drafter=drafter)[0] for n in range(1, 8))
+            if gain >= 1.2:
+                steady_runs += [abs(count / median(passes) - 1) <= 0.15 for count in passes]
+        auto.append(spent / baseline)
+        fixed.append(best_lengths)
+    assert mean(auto) <= 1.05 * min(map(mean, zip(*fixed)))
+    assert len(steady_runs) >= 40 and mean(steady_runs) >= 0.97
 
 
 # ----------------------------------------------------------------------------------------- rows, settings, memory
@@ -234,10 +311,10 @@ def test_rows_are_counted_each():
     """What a round adds is the sum over rows; a slot is tried by the rows that reach it."""
     schedule = DraftSchedule(4)
     schedule.observe(0, [0, 0], 1.0, rows=2)
-    before = schedule.statistics.allowance
+    before = schedule.budget()
     schedule.observe(3, [3, 0], 1.1, 0.4, rows=2)
     assert schedule.statistics.tried == [2, 1, 1] and schedule.statistics.accepted == [1, 1, 1]
-    assert schedule.statistics.allowance == pytest.approx(before + 1.0)  # 2.5 tokens a row in 1.5 plain passes
+    assert schedule.budget() == pytest.approx(before + 1.0)  # 2.5 tokens a sequence in 1.5 baseline passes
     assert (schedule.statistics.first_tried, schedule.statistics.first_accepted) == (2, 1)
 
 
@@ -246,11 +323,12 @@ def test_times_move_with_rows_and_context(setting):
     """Where either has doubled, a plain pass is measured, and the other times are taken in proportion."""
     schedule = DraftSchedule(8)
     simulate("CPU, fast", steady(0.8), schedule, 0, tokens=100)
-    before = target_seconds(schedule.statistics, 8)
+    before = target_seconds(schedule.statistics.times, 8)
     assert schedule.next(1, 100) > 0 and schedule.next(*setting) == 0
     schedule.observe(0, [0], 3 * before[1], 0.0, *setting)
-    after = target_seconds(schedule.statistics, 8)
-    assert after[8] / before[8] == pytest.approx(3, rel=0.1)
+    times = schedule.statistics.times
+    assert times.pace * target_seconds(times, 1)[1] == pytest.approx(3 * before[1])
+    assert target_seconds(times, 8) == pytest.approx(before)
     assert schedule.next(*setting) > 0
 
 
@@ -258,11 +336,11 @@ def test_memory_is_copied_and_used():
     first = DraftSchedule(8)
     assert first.next(1, 50) == 0  # plain decoding's time is not known yet
     simulate("CPU, fast", steady(0.85), first, 0)
-    rounds = first.statistics.rounds
+    tried = first.statistics.first_tried
     second = DraftSchedule(8, first.statistics)
-    assert second.next(1, 50) > 3 and second.statistics.allowance == ALLOWANCE
+    assert second.next(1, 250) > 3 and second.budget() == BUDGET
     simulate("CPU, fast", steady(0.85), second, 1)
-    assert first.statistics.rounds == rounds < second.statistics.rounds
+    assert first.statistics.first_tried == tried < second.statistics.first_tried
 
 
 def test_memory_of_a_useless_drafter_spares_most_tries():

@@ -738,7 +738,7 @@ def test_pitfall_48_as_many_as_pay(kind, rows):
         assert torch.equal(greedy(target, ids, max_new_tokens=60, assistant_model=drafter), plain)
         assert drafter.last_speculation.num_drafted > 0
     statistics = ScheduleMemory.of(drafter, target).statistics
-    assert statistics.drafter_passes and 1 in statistics.target and statistics.first_tried > 0
+    assert {1, "drafter, catching up"} <= statistics.times.median.keys() and statistics.first_tried > 0
     if kind == "oracle":
         assert drafter.last_speculation.num_accepted == drafter.last_speculation.num_drafted
 
@@ -768,7 +768,8 @@ def test_the_schedule_decides():
 def test_a_slow_streamer_is_no_part_of_a_round(monkeypatch):
     """Else the schedule would take the target for slow, and draft more than pays."""
     target, drafter, now = tiny_target("llama"), tiny_drafter(), [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    for clock in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(time, clock, lambda: now[0])
 
     class Slow:
         def put(self, value):
@@ -793,7 +794,8 @@ def test_pitfall_40_92_a_drafter_that_does_not_fit_is_named_once(number, caplog,
     target, ids, now = tiny_target("llama"), prompt_of(10), [0.0]
     plain = greedy(target, ids, max_new_tokens=60)
     # By this clock only the target takes time, so that "auto" goes on trying.
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    for clock in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(time, clock, lambda: now[0])
     target.register_forward_hook(lambda *args: now.append(now.pop() + 1.0))
     for kind, warnings in (("half-right", 0), ("random", 1)):
         drafter = scripted(tiny_drafter(), kind, plain)
@@ -809,7 +811,8 @@ def test_pitfall_40_92_a_drafter_that_does_not_fit_is_named_once(number, caplog,
 def test_nothing_is_timed_for_a_fixed_number(monkeypatch):
     """Neither kept, round after round, nor waited for: only the schedule asks for times."""
     target, drafter, looks = tiny_target("llama"), tiny_drafter(), []
-    monkeypatch.setattr(time, "perf_counter", lambda: looks.append(1) or float(len(looks)))
+    for clock in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(time, clock, lambda: looks.append(1) or float(len(looks)))
     for number, most in ((3, 1), ("auto", 1000)):
         looks.clear()
         greedy(target, prompt_of(9), max_new_tokens=12, assistant_model=drafter, num_assistant_tokens=number)
