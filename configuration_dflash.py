@@ -65,7 +65,8 @@ class DFlashConfig(transformers.PreTrainedConfig):
             where it was not measured.
         draft_vocab_size: tokens of the list that it drafts from, the tensor `d2t`, to which the tokens of the text at hand are
             added; None where it drafts from the whole vocabulary.
-        num_tree_nodes: nodes of a draft tree unless `generate` is told otherwise; None (the default) for chains.
+        num_tree_nodes: nodes of a draft tree unless `generate` is told otherwise, "auto" for chains or trees as they are faster;
+            None (the default) for chains.
         target_name_or_path, target_revision: the model that the drafter was made for.
         target_rows: a few values of its embedding and head, see `target_identity.py`; None when not recorded.
         target_chat, target_thinking: whether it was made for text in the target's chat template, and for its thinking
@@ -112,7 +113,7 @@ class DFlashConfig(transformers.PreTrainedConfig):
     num_draft_tokens: int | str | None = None
     acceptance_prior: list[float] | None = None
     draft_vocab_size: int | None = None
-    num_tree_nodes: int | None = None
+    num_tree_nodes: int | str | None = None
     target_name_or_path: str | None = None
     target_revision: str | None = None
     target_rows: str | None = None
@@ -238,8 +239,8 @@ class DFlashConfig(transformers.PreTrainedConfig):
             f"`draft_vocab_size` must be in [1, {self.vocab_size}], the target's tokens, or None; got {self.draft_vocab_size!r}.",
         )
         require(
-            self.num_tree_nodes is None or (is_int(self.num_tree_nodes) and self.num_tree_nodes >= 1),
-            f"`num_tree_nodes` must be None (chains) or at least 1, got {self.num_tree_nodes!r}.",
+            self.num_tree_nodes in (None, "auto") or (is_int(self.num_tree_nodes) and self.num_tree_nodes >= 1),
+            f"`num_tree_nodes` must be None (chains), 'auto' or at least 1, got {self.num_tree_nodes!r}.",
         )
 
     def _check_target_layers(self):

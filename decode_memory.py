@@ -5,7 +5,8 @@ import weakref
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .decode_schedule import FLOOR_WARNING, DraftStatistics, is_at_floor
+from .decode_floor import FLOOR_WARNING, is_at_floor
+from .decode_schedule import DraftStatistics
 from .decode_statistics import Speculation
 from .hub_files import nonfinite, nonfinite_sentence
 

@@ -22,6 +22,8 @@ import itertools
 import math
 from dataclasses import dataclass, field
 
+from .decode_floor import is_at_floor
+
 BUDGET, BUDGET_CAP = 3.6, 13.0  # baseline passes that exploration may cost: at first, and at most after gains
 EARLY_REFILL, REFILL, EARLY = (
     0.004,
@@ -113,6 +115,7 @@ class DraftStatistics:
         since_baseline: drafted rounds since the last baseline round.
         rows, context: sequences, and tokens in the KV cache, where the times were measured.
         first_tried, first_accepted: drafts whose first token was verified, and accepted; these counts do not fade.
+        trees: by nodes, faded counts of rounds with a tree, and of the tokens that they added.
     """
 
     times: PassTimes = field(default_factory=PassTimes)
@@ -127,6 +130,7 @@ class DraftStatistics:
     context: int = 0
     first_tried: int = 0
     first_accepted: int = 0
+    trees: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def fade(self, kept: float):
         """Keep a share of the counts."""
@@ -243,6 +247,7 @@ class DraftedRound:
         cost: in baseline passes, by the times when it ended.
         tokens: by sequence.
         refill: of the budget, that these bring.
+        nodes: of a draft tree; None for a chain.
     """
 
     num_draft: int
@@ -250,6 +255,7 @@ class DraftedRound:
     cost: float
     tokens: float
     refill: float
+    nodes: int | None = None
 
 
 class DraftSchedule:
@@ -264,7 +270,7 @@ class DraftSchedule:
         prior: `acceptance_prior` of the drafter's config.
     """
 
-    num_nodes = None  # it drafts chains
+    num_nodes, wants_trees = None, False  # it drafts chains
 
     def __init__(self, block_size: int, memory: DraftStatistics | None = None, prior: list[float] | None = None):
         self.most = block_size - 1
@@ -342,12 +348,16 @@ class DraftSchedule:
                 statistics.cooldown = statistics.waited = COOLDOWN[0]
             elif self.trying:
                 statistics.cooldown = min(2 * statistics.cooldown, COOLDOWN[1])
-        statistics.context = context
-        self.drafted = num_draft > 0
-        self.tokens += tokens
-        refill = tokens * (EARLY_REFILL if self.tokens <= EARLY else REFILL)
         cost = round_costs(statistics.times, num_draft, kind)[-1]
-        self.rounds.append(DraftedRound(num_draft, kind, cost, tokens, refill))
+        self._end_round(DraftedRound(num_draft, kind, cost, tokens, self._refill(tokens)), context)
+
+    def _refill(self, tokens: float) -> float:
+        self.tokens += tokens
+        return tokens * (EARLY_REFILL if self.tokens <= EARLY else REFILL)
+
+    def _end_round(self, drafted: DraftedRound, context: int):
+        self.statistics.context, self.drafted = context, drafted.num_draft > 0
+        self.rounds.append(drafted)
         if len(self.rounds) == 2 * UNSETTLED:
             self._settle(UNSETTLED)
 
@@ -400,12 +410,14 @@ class DraftSchedule:
         costs = {kind: round_costs(times, self.most, kind) for kind in (DRAFTING, CATCHING_UP)}
         for drafted in rounds:
             if drafted.num_draft:
-                cost = costs[drafted.kind][drafted.num_draft]
-                if times.count(drafted.num_draft + 1) == 1:  # it may hold a warm-up, as T(1) did at the time
-                    cost = min(cost, drafted.cost)
-                budget = min(budget - (cost - drafted.tokens), BUDGET_CAP)
+                budget = min(budget - (self._cost_now(drafted, costs) - drafted.tokens), BUDGET_CAP)
             budget = max(budget, min(budget + drafted.refill, BUDGET))
         return budget
+
+    def _cost_now(self, drafted: DraftedRound, costs: dict[str, list[float]]) -> float:
+        cost = costs[drafted.kind][drafted.num_draft]
+        # A single measurement may hold a warm-up, as T(1) did at the time.
+        return min(cost, drafted.cost) if self.statistics.times.count(drafted.num_draft + 1) == 1 else cost
 
 
 class FixedSchedule:
@@ -419,7 +431,7 @@ class FixedSchedule:
     statistics = None
 
     def __init__(self, num_draft_tokens: int, num_nodes: int | None = None):
-        self.most, self.num_nodes = num_draft_tokens, num_nodes
+        self.most, self.num_nodes, self.wants_trees = num_draft_tokens, num_nodes, num_nodes is not None
 
     def next(self, rows: int = 1, context: int = 0) -> int:
         """Return the number of tokens to draft."""
@@ -427,27 +439,3 @@ class FixedSchedule:
 
     def observe(self, *round_that_ended):
         """Learn nothing."""
-
-
-# ------------------------------------------------------------------------------------------------------------------
-# A drafter that does not fit.
-
-FLOOR, FLOOR_TRIES = 0.1, 20
-FLOOR_WARNING = (
-    "Of the first tokens that this DFlash drafter proposed, less than one in ten was accepted: the text is right, but drafting "
-    "does not make it faster. Likely causes: the target is another revision than the drafter was made for, fine-tuned or "
-    "quantised; the prompts lack the chat template that the drafter was trained with, or use the other thinking mode; the "
-    "drafter's `target_layer_ids` or `mask_token_id` are not those of its training; or the prompts are unlike its training "
-    "data. Try a prompt like those, and compare `drafter.config` with what the drafter's card says."
-)
-
-
-def is_at_floor(tried: int, accepted: int) -> bool:
-    """Whether `FLOOR_WARNING` is due: of at least 20 drafts, less than a tenth had their first token accepted.
-
-    A drafter that gets every third first token right is below that in one of 300 runs of 20.
-
-    Args:
-        tried, accepted: `first_tried` and `first_accepted` of `DraftStatistics`, or counts of a fixed schedule.
-    """
-    return tried >= FLOOR_TRIES and accepted < FLOOR * tried

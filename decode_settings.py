@@ -183,18 +183,18 @@ def resolve_num_draft_tokens(default: int | str, most: int, target, call: dict) 
     return number
 
 
-def resolve_num_tree_nodes(default: int | None, call: dict) -> int | None:
-    """Return the number of nodes of a draft tree, or None for chains: the call's argument, else `default` (the drafter's config).
+def resolve_num_tree_nodes(default: int | str | None, call: dict) -> int | str | None:
+    """Return the number of nodes of a draft tree, "auto", or None for chains: the call's argument, else `default` (the drafter's config).
 
     Raises:
         ValueError: what is stated is neither.
     """
     number = call.get("num_tree_nodes", default)
-    if number is None:
-        return None
+    if number is None or number == "auto":
+        return number
     if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MOST_TREE_NODES:
         raise ValueError(
-            f"`num_tree_nodes` must be a number of nodes in [1, {MOST_TREE_NODES}], or None for chains; got {number!r}."
+            f"`num_tree_nodes` must be a number of nodes in [1, {MOST_TREE_NODES}], 'auto', or None for chains; got {number!r}."
         )
     return number
 

@@ -9,6 +9,7 @@ Legend of shapes: B sequences, n draft tokens of a round, V vocabulary.
 
 import functools
 import inspect
+import itertools
 import math
 
 import torch
@@ -36,6 +37,7 @@ from .decode_settings import (
 )
 from .decode_state import Call, DecodeState
 from .decode_statistics import SpeculativeOutput
+from .decode_tree_schedule import TreeSchedule
 from .drafter_candidates import DFlashCandidateGenerator
 from .drafter_draft import AcceptedTokens, Draft, Plan, Proposer
 from .target_model import CACHE, embedding_rows, tapped
@@ -153,14 +155,7 @@ def _generate(
     most = proposer.max_draft_tokens
     num_draft_tokens = resolve_num_draft_tokens(default, most, target, call)
     num_nodes = resolve_num_tree_nodes(default_nodes, call)
-    if num_nodes is not None and num_draft_tokens == "auto":  # the tree has a size, and its depth follows
-        num_draft_tokens = most
-    adaptive = num_draft_tokens == "auto"
-    schedule = (
-        DraftSchedule(most + 1, memory.statistics, memory.prior)
-        if adaptive
-        else FixedSchedule(num_draft_tokens, num_nodes)
-    )
+    schedule = _schedule(num_draft_tokens, num_nodes, most, memory)
     read_prefix, streamer, own_cache = call.get("read_prefix", True), call.get("streamer"), passed_cache(model_kwargs)
     call = with_healed_tokens(target, resolved, with_stop_strings(target, resolved, call))
 
@@ -173,9 +168,19 @@ def _generate(
     output = generate(
         target, custom_generate=loop, **without(call, "custom_generate", "assistant_tokenizer", *OWN_ARGUMENTS)
     )
-    if adaptive:
+    if schedule.statistics is not None:
         memory.statistics = schedule.statistics
     return output
+
+
+def _schedule(num_draft_tokens: int | str, num_nodes: int | str | None, most: int, memory: ScheduleMemory):
+    """Make what chooses the drafts of one call, of at most `most` positions."""
+    depth = most if num_draft_tokens == "auto" else num_draft_tokens
+    if num_nodes == "auto" and depth > 0:
+        return TreeSchedule(depth + 1, memory.statistics, memory.prior)
+    if num_nodes is None and num_draft_tokens == "auto":
+        return DraftSchedule(depth + 1, memory.statistics, memory.prior)
+    return FixedSchedule(depth, num_nodes if depth > 0 else None)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -245,7 +250,7 @@ class Decoding:
             # Returned or not: a target that is asked for attentions may take another path.
             with_attentions = bool(call.model_kwargs.get("output_attentions"))
             check = runner.check(logits, self.schedule.most, left, num_tokens, with_attentions)
-            if check is not None and self.schedule.num_nodes is not None:
+            if check is not None and self.schedule.wants_trees:
                 self._check_trees(logits[..., :num_tokens], with_attentions)
         if check is not None and check.can_rerun and check.ragged and self._needs_no_lockstep():
             state.lockstep = False
@@ -259,11 +264,15 @@ class Decoding:
             self.accept(Draft(state.text.ids[:, :0]), logits)
 
     def _check_trees(self, logits: torch.Tensor, with_attentions: bool):
-        """Raise where draft trees were asked for and target, KV cache or call do not support them."""
-        if reason := self.runner.check_trees(logits[:, -1].argmax(-1, keepdim=True), with_attentions):
+        """Raise where trees of a size were asked for and target, KV cache or call do not support them; else draft chains."""
+        reason = self.runner.check_trees(logits[:, -1].argmax(-1, keepdim=True), with_attentions)
+        if reason is not None and isinstance(self.schedule, TreeSchedule):
+            self.schedule.without_trees()
+            self.state.speculation.notes.append(f"chains only, no draft trees: {reason}")
+        elif reason is not None:
             raise ValueError(
                 f"`num_tree_nodes={self.schedule.num_nodes}` asks for draft trees, which are not supported here: {reason}. Leave "
-                "`num_tree_nodes` unset for chains."
+                "`num_tree_nodes` unset for chains, or pass 'auto'."
             )
 
     def _needs_no_lockstep(self) -> bool:
@@ -390,7 +399,12 @@ class Decoding:
             state.speculation.add_round(row, drafted, accepted[row], path.counts[row], len(draft), path.branches)
         if draft.scores is not None:
             state.speculation.add_tree(1 + sum(map(math.exp, draft.scores)), path.longest)
-        if self.clock.wanted:
+        if self.clock.wanted and draft.parents is not None:
+            chain = [node + 1 for node in draft.best_chain]  # rows of the pass
+            same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chain, path.rows[0][1:]))
+            context = self.runner.inputs.columns
+            self.schedule.observe_tree(len(draft), (len(chain), len([*same])), path.longest, self.clock.stop(), context)
+        elif self.clock.wanted:
             in_lockstep = state.batch > 1 and state.lockstep
             counts = [min(drafted, path.counts[row] - 1) if in_lockstep else accepted[row] for row in running]
             self.schedule.observe(drafted, counts, *self.clock.stop(), len(running), self.runner.inputs.columns)

@@ -1,7 +1,7 @@
 """The methods that `dflash-hub bench` sets side by side. One is a name and the arguments it adds to `generate`.
 
 Names: baseline, lookup, assistant, native, zlab, ours (the drafter's own default), ours-N (N drafted tokens), ours-auto (as
-many as pay), ours-tree-N (trees of N nodes), served, served-N (a running server), and ceiling-P, an oracle that runs the drafter and then proposes the target's own text, each token right with probability P.
+many as pay), ours-tree-N (trees of N nodes), ours-tree-auto (chains or trees), served, served-N (a running server), and ceiling-P, an oracle that runs the drafter and then proposes the target's own text, each token right with probability P.
 """
 
 import contextlib
@@ -277,7 +277,7 @@ def check_method(name: str) -> tuple[str, str]:
     kind, _, value = name.partition("-")
     known = kind in ("baseline", "assistant", "zlab", "native") and not value
     known = known or (kind in ("lookup", "ours", "served") and (not value or value.isdigit())) or name == "ours-auto"
-    known = known or re.fullmatch(r"ours-tree-[1-9]\d*", name)
+    known = known or re.fullmatch(r"ours-tree-(auto|[1-9]\d*)", name)
     if not known and not (kind == "ceiling" and re.fullmatch(r"0?\.\d+|[01](\.0*)?", value)):
         raise ValueError(
             f"no method {name!r}; there are baseline, lookup, assistant, native, zlab, ours, ours-N, ours-auto, ours-tree-N, "
@@ -316,7 +316,8 @@ def make_method(name: str, bench):
     if kind == "native":
         return Generate(name, bench, bench.drafter, assistant_model=bench.drafter, speculation_type="dflash")
     if value.startswith("tree-"):
-        return Ours(name, bench, num_tree_nodes=int(value.removeprefix("tree-")))
+        nodes = value.removeprefix("tree-")
+        return Ours(name, bench, num_tree_nodes="auto" if nodes == "auto" else int(nodes))
     if kind == "ours":
         drafted = {"num_assistant_tokens": int(value) if value.isdigit() else value} if value else {}
         return Ours(name, bench, **drafted)

@@ -5,6 +5,7 @@ from statistics import mean, median
 
 import pytest
 from dflash_hub import decode_schedule
+from dflash_hub.decode_floor import is_at_floor
 from dflash_hub.decode_schedule import (
     BUDGET,
     DraftSchedule,
@@ -12,7 +13,6 @@ from dflash_hub.decode_schedule import (
     PassTimes,
     choose_num_draft,
     expected_tokens,
-    is_at_floor,
     round_costs,
     target_seconds,
     worst_costs,

@@ -1,0 +1,145 @@
+"""The adaptive choice between chains and draft trees, and of a tree's size.
+
+A round with a tree of m nodes costs T(m + 1), the tree's own work included, and one forward pass of the drafter. It is expected
+to add a prior share more than the chain, until rounds with trees of that size tell. The tree is drafted whose tokens a second are
+the most, if they are more than those of the best chain and of the baseline (`decode_schedule.py`, whose budget it shares).
+"""
+
+from .decode_schedule import (
+    CATCHING_UP,
+    CLIP,
+    DRAFTING,
+    FADE,
+    REMEASURE,
+    SLOPE,
+    SWITCH,
+    DraftedRound,
+    DraftSchedule,
+    PassTimes,
+    drafter_seconds,
+    expected_tokens,
+    round_costs,
+    target_seconds,
+    worst_costs,
+)
+
+# By nodes: tokens that a tree adds beside the target's own, over those that the chain adds. Replayed on six sets with the drafter
+# for SmolLM2 (docs/results/2026-12-01-draft-trees.md).
+GAIN = {7: 1.35, 15: 1.6, 31: 1.85}
+TRIES = 4.0  # rounds that this is worth
+OVERHEAD = 0.1  # of an untried tree, beyond its forward passes, in baseline passes
+
+
+def kind_of(nodes: int) -> str:
+    """Return the name of a forward pass over a tree, among the times."""
+    return f"tree of {nodes}"
+
+
+def tree_tokens(trees: dict[int, tuple[float, float]], chain: float, nodes: int) -> float:
+    """Return the tokens that a round with a tree is expected to add.
+
+    Args:
+        trees: by nodes, faded counts of rounds and of the tokens that they added.
+        chain: expected tokens of the longest chain.
+    """
+    rounds, added = trees.get(nodes, (0.0, 0.0))
+    return (TRIES * (1 + GAIN[nodes] * (chain - 1)) + added) / (TRIES + rounds)
+
+
+def tree_cost(times: PassTimes, nodes: int, kind: str = DRAFTING) -> float:
+    """Return the cost of a round with a tree, in baseline passes: as measured, or as passes of as many tokens and smaller trees say."""
+    target = target_seconds(times, nodes + 1, clip=True)
+    seconds = target[nodes + 1] + OVERHEAD * target[1]
+    for smaller in (size for size in GAIN if size < nodes and kind_of(size) in times.median):
+        seconds = max(seconds, times.median[kind_of(smaller)] + SLOPE * target[1] * (nodes - smaller))
+    if kind_of(nodes) in times.median:
+        measured = times.median[kind_of(nodes)]
+        seconds = measured if times.count(kind_of(nodes)) > 1 else min(measured, CLIP * seconds)
+    return (seconds + drafter_seconds(times, kind)) / target[1]
+
+
+def worst_tree_cost(times: PassTimes, nodes: int) -> float:
+    """Return the same at worst: an untried pass costs in proportion to its tokens."""
+    if times.count(kind_of(nodes)) > 1:
+        return tree_cost(times, nodes)
+    *_, longest = worst_costs(times, nodes)
+    return longest
+
+
+class TreeSchedule(DraftSchedule):
+    """A chain, a tree or nothing for each round of one call.
+
+    Args:
+        sizes: nodes of the trees to choose from.
+    """
+
+    wants_trees = True
+
+    def __init__(
+        self, block_size: int, memory=None, prior: list[float] | None = None, sizes: tuple[int, ...] = (7, 15, 31)
+    ):
+        super().__init__(block_size, memory, prior)
+        self.sizes = sizes
+
+    def without_trees(self):
+        """Draft chains from here on."""
+        self.sizes = ()
+
+    def next(self, rows: int = 1, context: int = 0) -> int:
+        """Return how many positions to draft; `num_nodes` says of what: a tree of so many nodes, None for a chain."""
+        num_draft, self.num_nodes = super().next(rows, context), None
+        statistics, times = self.statistics, self.statistics.times
+        if (
+            rows > 1
+            or 1 not in times.median
+            or (num_draft == 0 and not self.trying)
+            or self._is_elsewhere(rows, context)
+        ):
+            return num_draft
+        tokens = expected_tokens(statistics, self.most)
+        rate = (
+            1.0 if num_draft == 0 or self.trying else tokens[num_draft] / round_costs(times, num_draft, clip=True)[-1]
+        )
+        budget, best = self.budget(), None
+        for nodes in self.sizes:
+            if worst_tree_cost(times, nodes) - 1 > budget:
+                continue
+            expected = tree_tokens(statistics.trees, tokens[-1], nodes) / tree_cost(times, nodes)
+            if expected > (1 + SWITCH * (best is None)) * rate:
+                best, rate = nodes, expected
+        if best is None:
+            return num_draft
+        self.trying = False
+        if statistics.since_baseline * max(REMEASURE, times.error(1) ** 2) >= 1 - 1 / rate:
+            return 0
+        self.num_nodes = best
+        return self.most
+
+    def observe_tree(self, nodes: int, chain: tuple[int, int], tokens: int, seconds: tuple[float, float], context: int):
+        """Record a round with a tree.
+
+        Args:
+            nodes: of the tree.
+            chain: length of its best chain, and how many of these tokens became text.
+            tokens: that the round added.
+            seconds: of the round less the drafter's, and of the drafter, as in `observe`.
+            context: tokens in the target's cache.
+        """
+        statistics, kind = self.statistics, DRAFTING if self.drafted else CATCHING_UP
+        nodes = min((size for size in GAIN if size >= nodes), default=max(GAIN))
+        statistics.times.add(kind_of(nodes), seconds[0])
+        statistics.times.add(kind, seconds[1])
+        length, accepted = chain
+        self._count_acceptance(length, [accepted])
+        rounds, added = statistics.trees.get(nodes, (0.0, 0.0))
+        statistics.trees[nodes] = FADE * rounds + 1, FADE * added + tokens
+        statistics.waited = 0
+        statistics.since_baseline += 1
+        cost = tree_cost(statistics.times, nodes, kind)
+        self._end_round(DraftedRound(self.most, kind, cost, tokens, self._refill(tokens), nodes), context)
+
+    def _cost_now(self, drafted: DraftedRound, costs: dict[str, list[float]]) -> float:
+        if drafted.nodes is None:
+            return super()._cost_now(drafted, costs)
+        cost = tree_cost(self.statistics.times, drafted.nodes, drafted.kind)
+        return min(cost, drafted.cost) if self.statistics.times.count(kind_of(drafted.nodes)) == 1 else cost
