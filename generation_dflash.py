@@ -435,7 +435,7 @@ class Decoding:
         speculation = state.speculation
         speculation.target_passes, speculation.drafter_passes = runner.num_passes, self.proposer.num_passes
         speculation.check_passes, speculation.replay_passes = runner.num_check_passes, runner.num_replay_passes
-        speculation.notes = [*getattr(self.proposer, "notes", [])]
+        speculation.notes += getattr(self.proposer, "notes", [])
         sequences = state.text.finished()
         if not call.config.return_dict_in_generate:
             return sequences, speculation
