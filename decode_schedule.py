@@ -13,7 +13,7 @@ known well speaks for drafting, which ends by evidence and not by a few unlucky 
 An exploration budget bounds what this may cost, counted in baseline passes. A drafted round takes its excess
 (T + D) / T(1) - tokens from it, or adds its gain, and every token brings a little back. A round drafts only if the budget
 covers its worst case, nothing accepted. So whatever the drafter does, N tokens take at most
-`BUDGET + EARLY_REFILL * min(N, EARLY) + REFILL * max(0, N - EARLY)` baseline passes more than the baseline: 2.1% of 200
+`BUDGET + EARLY_REFILL * min(N, EARLY) + REFILL * max(0, N - EARLY)` baseline passes more than the baseline: 2.2% of 200
 tokens and less of more, as far as costs repeat.
 """
 
@@ -25,35 +25,24 @@ from dataclasses import dataclass, field
 from .decode_floor import is_at_floor
 
 BUDGET, BUDGET_CAP = 3.6, 13.0  # baseline passes that exploration may cost: at first, and at most after gains
-EARLY_REFILL, REFILL, EARLY = (
-    0.004,
-    0.0225,
-    200,
-)  # what a token brings back, in baseline passes: the first 200, and others
+# What a token brings back, in baseline passes: the first 200, and others.
+EARLY_REFILL, REFILL, EARLY = 0.004, 0.0225, 200
 UNSETTLED = 16  # rounds that are charged less where their costs turn out to be less
-PRIOR, PRIOR_TRIES, STATED_TRIES = (
-    [0.75],
-    2.0,
-    8.0,
-)  # acceptance if none is stated; tries that it, and a stated one, are worth
+# Acceptance if none is stated; tries that it, and a stated one, are worth.
+PRIOR, PRIOR_TRIES, STATED_TRIES = [0.75], 2.0, 8.0
 FADE, CARRY_OVER = 0.95, 5.0  # of the counts by round; the tries that those of another text are worth
-SLOPE, DRAFTER, WORST_DRAFTER = (
-    0.05,
-    0.3,
-    0.75,
-)  # untried, in baseline passes: a further token, the drafter, and at worst
+# Untried, in baseline passes: a further token, the drafter, and at worst.
+SLOPE, DRAFTER, WORST_DRAFTER = 0.05, 0.3, 0.75
 KEPT = 16  # latest measurements of a kind
-PACE, NOISE = 0.3, 0.1  # how far one measurement moves the pace; their standard deviation until it is known
+PACES, NOISE = 9, 0.1  # latest measurements whose median is the pace; their standard deviation until it is known
 CLIP = 1.5  # factor by which one measurement may differ from what is known
 DOUBT = 1.0  # standard deviations by which acceptance may be better than it looks
 SWITCH = 0.03  # by how much another draft length must be better than the last one
 REMEASURE = 0.01  # share of the time that measuring T(1) again may cost while drafting is faster
 COOLDOWN = (8, 64)  # baseline rounds between two tries while drafting is slower: doubled by each failure
 
-DRAFTING, CATCHING_UP = (
-    "drafter",
-    "drafter, catching up",
-)  # the latter also reads the prompt, or what baseline rounds wrote
+# Kinds of the drafter's passes. The latter also reads the prompt, or what baseline rounds wrote.
+DRAFTING, CATCHING_UP = "drafter", "drafter, catching up"
 
 
 @dataclass
@@ -63,24 +52,29 @@ class PassTimes:
     Args:
         kept: the latest measurements by kind, over the pace at the time.
         median: the lower one of these: of two the smaller, since what disturbs a pass makes it slower.
-        pace: by how much slower the machine is than at the first one.
+        pace: by how much slower the machine is than at the first one: the lower median of `paces`.
+        paces: what the latest measurements of the target say of it. It moves late, but at once and all the way, so that what
+            is kept is hardly ever taken at a wrong one.
         noise: standard deviation of the logarithm of measurements, and of how many this is known.
     """
 
     kept: dict[int | str, list[float]] = field(default_factory=dict)
     median: dict[int | str, float] = field(default_factory=dict)
     pace: float = 1.0
+    paces: list[float] = field(default_factory=lambda: [1.0] * PACES)
     noise: tuple[float, int] = (NOISE, 1)
 
     def add(self, kind: int | str, seconds: float):
         """Take in a measurement."""
-        if kind in self.kept:
+        seconds = max(seconds, 1e-9)  # a coarse clock may say 0
+        if self.count(kind) > 1:
             change = min(max(seconds / self.pace / self.median[kind], 1 / CLIP), CLIP)
             deviation, count = self.noise
             variance = (deviation**2 * count + math.log(change) ** 2) / (count + 1)
             self.noise = math.sqrt(variance), min(count + 1, 2 * KEPT)
             if kind not in (DRAFTING, CATCHING_UP):
-                self.pace *= change**PACE
+                self.paces = [*self.paces, seconds / self.median[kind]][-PACES:]
+                self.pace = sorted(self.paces)[(len(self.paces) - 1) // 2]
         self.keep(kind, [*self.kept.get(kind, []), seconds / self.pace][-KEPT:])
 
     def keep(self, kind: int | str, measured: list[float]):
@@ -98,6 +92,7 @@ class PassTimes:
     def move(self, seconds: float):
         """Go where passes take other times, one token now `seconds`: ratios are kept until they are measured again."""
         self.pace = seconds / self.median[1]
+        self.paces = [self.pace] * PACES
         for kind, median in [*self.median.items()]:
             self.keep(kind, [median])
 
@@ -181,26 +176,35 @@ def target_seconds(times: PassTimes, longest: int, clip: bool = False) -> list[f
     T(0) is 0. T(1) is at most that of any longer pass, which is at most that of its tokens one by one.
 
     Args:
-        clip: whether a single measurement, which may hold a warm-up, counts up to what the others say.
+        clip: for the choice, not the charge: a single measurement, which may hold a warm-up, counts up to what the others say,
+            and an untried length is hoped to be little slower than the next shorter one, so that it is tried once.
     """
     measured = {kind: median for kind, median in times.median.items() if isinstance(kind, int)}
     baseline = min(measured.values())
     known = {0: 0.0, 1: baseline} | {tokens: min(median, tokens * baseline) for tokens, median in measured.items()}
+    trusted = {tokens: seconds for tokens, seconds in known.items() if tokens < 2 or times.count(tokens) > 1}
+    for tokens in known.keys() - trusted.keys():
+        known[tokens] = min([known[tokens], *(CLIP * trusted[longer] for longer in trusted if longer > tokens)])
     if clip:
-        trusted = {tokens: seconds for tokens, seconds in known.items() if tokens < 2 or times.count(tokens) > 1}
         line = _line(trusted, max(known))
         known = {
             tokens: min(seconds, line[tokens]) if tokens not in trusted else seconds
             for tokens, seconds in known.items()
         }
-    return _line(known, longest)
+    return _line(known, longest, hopeful=clip)
 
 
-def _line(known: dict[int, float], longest: int) -> list[float]:
-    """Return values at 0 to `longest` on the lines through the known ones, rising by `SLOPE` of that at 1 beyond the last."""
+def _line(known: dict[int, float], longest: int, hopeful: bool = False) -> list[float]:
+    """Return values at 0 to `longest` on the lines through the known ones, rising by `SLOPE` of that at 1 beyond the last.
+
+    Args:
+        hopeful: whether they rise no faster between the known ones either, as where kernels work on tiles.
+    """
     points, line = sorted(known.items()), []
     for (start, first), (end, last) in itertools.pairwise(points):
-        line += [first + (last - first) * (at - start) / (end - start) for at in range(start, end)]
+        for at in range(start, end):
+            between = first + (last - first) * (at - start) / (end - start)
+            line.append(min(between, first + SLOPE * known[1] * (at - start)) if hopeful and start else between)
     start, first = points[-1]
     line += [first + SLOPE * known[1] * (at - start) for at in range(start, longest + 1)]
     return line[: longest + 1]
@@ -307,7 +311,10 @@ class DraftSchedule:
         gain = 1 - costs[num_draft] / hoped
         self.trying = gain <= 0
         if self.trying:
-            return num_draft if statistics.waited >= statistics.cooldown else 0
+            # Saves the budget for the length that is best by what is known, which a full one covers.
+            affordable = [n for n in range(1, self.most + 1) if worst[n] - 1 <= max(budget, BUDGET)]
+            is_best = num_draft == choose_num_draft(tokens, costs, affordable, num_draft)
+            return num_draft if is_best and statistics.waited >= statistics.cooldown else 0
         remeasure = max(REMEASURE, times.error(1) ** 2)
         return num_draft if statistics.since_baseline * remeasure < gain else 0
 

@@ -5,6 +5,7 @@ to add a prior share more than the chain, until rounds with trees of that size t
 the most, if they are more than those of the best chain and of the baseline (`decode_schedule.py`, whose budget it shares).
 """
 
+from .decode_memory import ScheduleMemory
 from .decode_schedule import (
     CATCHING_UP,
     CLIP,
@@ -15,6 +16,8 @@ from .decode_schedule import (
     SWITCH,
     DraftedRound,
     DraftSchedule,
+    DraftStatistics,
+    FixedSchedule,
     PassTimes,
     drafter_seconds,
     expected_tokens,
@@ -46,15 +49,21 @@ def tree_tokens(trees: dict[int, tuple[float, float]], chain: float, nodes: int)
     return (TRIES * (1 + GAIN[nodes] * (chain - 1)) + added) / (TRIES + rounds)
 
 
-def tree_cost(times: PassTimes, nodes: int, kind: str = DRAFTING) -> float:
-    """Return the cost of a round with a tree, in baseline passes: as measured, or as passes of as many tokens and smaller trees say."""
-    target = target_seconds(times, nodes + 1, clip=True)
+def tree_cost(times: PassTimes, nodes: int, kind: str = DRAFTING, clip: bool = False) -> float:
+    """Return the cost of a round with a tree, in baseline passes: as measured, or as passes of as many tokens and smaller trees say.
+
+    Args:
+        kind: of the drafter's forward pass.
+        clip: for the choice, not the charge: as in `target_seconds`.
+    """
+    target, name = target_seconds(times, nodes + 1, clip), kind_of(nodes)
     seconds = target[nodes + 1] + OVERHEAD * target[1]
     for smaller in (size for size in GAIN if size < nodes and kind_of(size) in times.median):
         seconds = max(seconds, times.median[kind_of(smaller)] + SLOPE * target[1] * (nodes - smaller))
-    if kind_of(nodes) in times.median:
-        measured = times.median[kind_of(nodes)]
-        seconds = measured if times.count(kind_of(nodes)) > 1 else min(measured, CLIP * seconds)
+    if times.count(name) > 1:
+        seconds = times.median[name]
+    elif name in times.median:
+        seconds = min(times.median[name], CLIP * seconds if clip else (nodes + 1) * target[1])
     return (seconds + drafter_seconds(times, kind)) / target[1]
 
 
@@ -67,19 +76,13 @@ def worst_tree_cost(times: PassTimes, nodes: int) -> float:
 
 
 class TreeSchedule(DraftSchedule):
-    """A chain, a tree or nothing for each round of one call.
-
-    Args:
-        sizes: nodes of the trees to choose from.
-    """
+    """A chain, a tree of one of the sizes in `GAIN`, or nothing for each round of one call; arguments as for `DraftSchedule`."""
 
     wants_trees = True
 
-    def __init__(
-        self, block_size: int, memory=None, prior: list[float] | None = None, sizes: tuple[int, ...] = (7, 15, 31)
-    ):
+    def __init__(self, block_size: int, memory: DraftStatistics | None = None, prior: list[float] | None = None):
         super().__init__(block_size, memory, prior)
-        self.sizes = sizes
+        self.sizes = (*GAIN,)
 
     def without_trees(self):
         """Draft chains from here on."""
@@ -92,19 +95,18 @@ class TreeSchedule(DraftSchedule):
         if (
             rows > 1
             or 1 not in times.median
-            or (num_draft == 0 and not self.trying)
             or self._is_elsewhere(rows, context)
+            or (num_draft == 0 and not self.trying)
         ):
             return num_draft
-        tokens = expected_tokens(statistics, self.most)
-        rate = (
-            1.0 if num_draft == 0 or self.trying else tokens[num_draft] / round_costs(times, num_draft, clip=True)[-1]
-        )
+        tokens, rate = expected_tokens(statistics, self.most), 1.0
+        if num_draft > 0 and not self.trying:
+            rate = tokens[num_draft] / round_costs(times, num_draft, clip=True)[-1]
         budget, best = self.budget(), None
         for nodes in self.sizes:
             if worst_tree_cost(times, nodes) - 1 > budget:
                 continue
-            expected = tree_tokens(statistics.trees, tokens[-1], nodes) / tree_cost(times, nodes)
+            expected = tree_tokens(statistics.trees, tokens[-1], nodes) / tree_cost(times, nodes, clip=True)
             if expected > (1 + SWITCH * (best is None)) * rate:
                 best, rate = nodes, expected
         if best is None:
@@ -143,3 +145,20 @@ class TreeSchedule(DraftSchedule):
             return super()._cost_now(drafted, costs)
         cost = tree_cost(self.statistics.times, drafted.nodes, drafted.kind)
         return min(cost, drafted.cost) if self.statistics.times.count(kind_of(drafted.nodes)) == 1 else cost
+
+
+def make_schedule(num_draft_tokens: int | str, num_nodes: int | str | None, most: int, memory: ScheduleMemory):
+    """Make what chooses the drafts of one call.
+
+    Args:
+        num_draft_tokens: a number or "auto"; with trees, their depth.
+        num_nodes: of trees, "auto" for chains or trees, or None for chains.
+        most: positions that the proposer can draft.
+        memory: of the drafter and the target.
+    """
+    depth = most if num_draft_tokens == "auto" else num_draft_tokens
+    if num_nodes == "auto" and depth > 0:
+        return TreeSchedule(depth + 1, memory.statistics, memory.prior)
+    if num_nodes is None and num_draft_tokens == "auto":
+        return DraftSchedule(depth + 1, memory.statistics, memory.prior)
+    return FixedSchedule(depth, num_nodes if depth > 0 else None)

@@ -37,7 +37,7 @@ from .decode_settings import (
 )
 from .decode_state import Call, DecodeState
 from .decode_statistics import SpeculativeOutput
-from .decode_tree_schedule import TreeSchedule
+from .decode_tree_schedule import TreeSchedule, make_schedule
 from .drafter_candidates import DFlashCandidateGenerator
 from .drafter_draft import AcceptedTokens, Draft, Plan, Proposer
 from .target_model import CACHE, embedding_rows, tapped
@@ -155,7 +155,7 @@ def _generate(
     most = proposer.max_draft_tokens
     num_draft_tokens = resolve_num_draft_tokens(default, most, target, call)
     num_nodes = resolve_num_tree_nodes(default_nodes, call)
-    schedule = _schedule(num_draft_tokens, num_nodes, most, memory)
+    schedule = make_schedule(num_draft_tokens, num_nodes, most, memory)
     read_prefix, streamer, own_cache = call.get("read_prefix", True), call.get("streamer"), passed_cache(model_kwargs)
     call = with_healed_tokens(target, resolved, with_stop_strings(target, resolved, call))
 
@@ -171,16 +171,6 @@ def _generate(
     if schedule.statistics is not None:
         memory.statistics = schedule.statistics
     return output
-
-
-def _schedule(num_draft_tokens: int | str, num_nodes: int | str | None, most: int, memory: ScheduleMemory):
-    """Make what chooses the drafts of one call, of at most `most` positions."""
-    depth = most if num_draft_tokens == "auto" else num_draft_tokens
-    if num_nodes == "auto" and depth > 0:
-        return TreeSchedule(depth + 1, memory.statistics, memory.prior)
-    if num_nodes is None and num_draft_tokens == "auto":
-        return DraftSchedule(depth + 1, memory.statistics, memory.prior)
-    return FixedSchedule(depth, num_nodes if depth > 0 else None)
 
 
 # ------------------------------------------------------------------------------------------------------------------

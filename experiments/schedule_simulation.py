@@ -64,10 +64,14 @@ DRAFTERS = {
 }
 
 
+# By nodes of a tree: how often a position where the best chain ends goes on in another branch.
+BRANCHES = {7: 0.2, 15: 0.4, 31: 0.55}
+
+
 def simulate(
     table, acceptance, num_draft, seed, tokens=200, start=0, noise=0.03, disturb=None, growth=0.0, catch_up=0.002
 ):
-    """Run a text with a fixed number of drafts or a `DraftSchedule`.
+    """Run a text with a fixed number of drafts, a `DraftSchedule` or a `TreeSchedule`.
 
     Args:
         acceptance: (position, slot) to the probability that the slot is accepted.
@@ -77,7 +81,7 @@ def simulate(
         catch_up: of the drafter's pass by token that it has not seen.
 
     Returns:
-        (seconds, seconds of plain decoding, drafted counts by round)
+        (seconds, seconds of plain decoding, drafted counts by round; of a tree minus its nodes)
     """
     target, drafter = TABLES[table]
     generator, seen = random.Random(seed), {}
@@ -91,20 +95,31 @@ def simulate(
     while position < start + tokens:
         wanted = num_draft if isinstance(num_draft, int) else num_draft.next(1, position)
         n = min(wanted, start + tokens - position - 1)
-        target_pass, drafter_pass, accepted = timed(n + 1, target(n + 1)), 0.0, 0
+        nodes = getattr(num_draft, "num_nodes", None) if n else None
+        fed = nodes or n
+        target_pass, drafter_pass, accepted = timed(f"tree of {fed}" if nodes else fed + 1, target(fed + 1)), 0.0, 0
         if n:
             # After plain rounds the drafter reads what it has not seen.
             drafter_pass, unread = timed("drafter", drafter * (1 + catch_up * unread)), 0
         while accepted < n and generator.random() < acceptance(position + accepted, accepted):
             accepted += 1
-        if not isinstance(num_draft, int):
+        if nodes:
+            chain = min(n, nodes // 2 + 1)
+            on_chain = min(accepted, chain)
+            while accepted < n and generator.random() < BRANCHES[nodes]:
+                accepted += 1
+                while accepted < n and generator.random() < acceptance(position + accepted, accepted):
+                    accepted += 1
+            times = (target_pass, drafter_pass)
+            num_draft.observe_tree(nodes, (chain, on_chain), accepted + 1, times, position)
+        elif not isinstance(num_draft, int):
             num_draft.observe(n, [accepted], target_pass, drafter_pass, 1, position)
         for _ in range(accepted + 1):
             plain += target(1) * (1 + growth * position) * (1 + 0.8 * noise)
             position += 1
         unread += accepted + 1
         clock += target_pass + drafter_pass
-        drafts.append(n)
+        drafts.append(-nodes if nodes else n)
     return clock, plain, drafts
 
 

@@ -126,7 +126,7 @@ def test_warm_up_does_not_mislead():
             warm_up = lambda kind, count, generator: 20 if count == 1 else 1  # noqa: E731
             simulate(table, acceptance, schedule, seed, tokens=100, disturb=warm_up)
             rates.append(simulate(table, acceptance, schedule, seed, start=100, tokens=200)[0])
-        assert mean(rates) <= 1.15 * best_fixed(table, acceptance, 8, seeds, start=100), table
+        assert mean(rates) <= 1.08 * best_fixed(table, acceptance, 8, seeds, start=100), table
 
 
 def test_rare_spikes_do_not_mislead():
@@ -281,7 +281,7 @@ PRIOR = [0.5, 0.43, 0.45, 0.45, 0.54, 0.57, 0.5]  # of the shipped drafter
 @pytest.mark.parametrize("machine", recordings()["times"])
 def test_recorded_times_of_busy_machines_do_not_mislead(machine, drafter):
     """Each text ten times, one after the other, as visitors send the same prompt. On the mean of the sets it takes at most 5%
-    longer than the best fixed length. Forward passes stay within 15% of their median, in 97 of 100 runs, where drafting
+    longer than the best fixed length. Forward passes stay within 15% of their median, in 95 of 100 runs, where drafting
     pays by a fifth or more; near the break-even either choice takes as long."""
     recorded = recordings()
     times, auto, fixed, steady_runs = recorded["times"][machine], [], [], []
@@ -301,7 +301,7 @@ def test_recorded_times_of_busy_machines_do_not_mislead(machine, drafter):
         auto.append(spent / baseline)
         fixed.append(best_lengths)
     assert mean(auto) <= 1.05 * min(map(mean, zip(*fixed)))
-    assert len(steady_runs) >= 40 and mean(steady_runs) >= 0.97
+    assert len(steady_runs) >= 40 and mean(steady_runs) >= 0.95
 
 
 # ----------------------------------------------------------------------------------------- rows, settings, memory
