@@ -4,7 +4,7 @@ FLOOR, FLOOR_TRIES = 0.1, 20
 FLOOR_WARNING = (
     "Of the first tokens that this DFlash drafter proposed, less than one in ten was accepted: the text is right, but drafting "
     "does not make it faster. Likely causes: the target is another revision than the drafter was made for, fine-tuned or "
-    "quantised; the prompts lack the chat template that the drafter was trained with, or use the other thinking mode; the "
+    "quantized; the prompts lack the chat template that the drafter was trained with, or use the other thinking mode; the "
     "drafter's `target_layer_ids` or `mask_token_id` are not those of its training; or the prompts are unlike its training "
     "data. Try a prompt like those, and compare `drafter.config` with what the drafter's card says."
 )
