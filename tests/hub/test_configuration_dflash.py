@@ -323,7 +323,7 @@ def test_a_file_of_ours_that_lost_a_field_is_refused(tmp_path):
     path = tmp_path / "config.json"
     saved = json.loads(path.read_text())
     harmless = {
-        "attention_bias", "attention_dropout", "initializer_range", "num_draft_tokens", "acceptance_prior", "draft_vocab_size", "num_tree_nodes", "target_name_or_path", "target_revision",
+        "attention_bias", "attention_dropout", "initializer_range", "num_draft_tokens", "acceptance_prior", "draft_vocab_size", "num_tree_nodes", "target_name_or_path", "target_revision", "target_rows",
         "target_chat", "target_thinking", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "format_version",
         # The tensors tell: a drafter with a part that its config does not state is refused. And files of earlier versions lack them.
         "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
