@@ -75,11 +75,11 @@ def trained(source: str, options: TrainOptions, target, training, validation, se
     return drafter, steps, run(steps)
 
 
-def acceptance(drafter, target, sets: dict[str, list[dict]]) -> dict[str, str]:
-    """Acceptance length by set, with its interval."""
+def acceptance(drafter, target, sets: dict[str, list[dict]], walked: bool = True) -> dict[str, str]:
+    """Acceptance length by set, with its interval; `walked`: see `replay`."""
     found = {}
     for name, rows in sets.items():
-        speculation, _, _ = replay(target, drafter, rows)
+        speculation, _, _ = replay(target, drafter, rows, walked=walked)
         records = [{"id": row["id"], "rounds": rounds} for row, rounds in zip(rows, speculation.acceptance_lengths)]
         found[name] = interval(over_prompts(records, lambda record: record["id"], tau_of))
     return found
@@ -114,8 +114,7 @@ def measure(name: str, seed: int, base: TrainOptions, source: str, target, train
     result["acceptance"] = acceptance(served, target, sets)
     if served.candidate_selector is not None:
         result["walk_ms"] = round(1000 * walk_seconds(served, target), 2)
-        torch.nn.init.zeros_(served.candidate_selector.successor_codebook)  # now the likeliest token wins
-        result["without_walk"] = acceptance(served, target, sets)
+        result["without_walk"] = acceptance(served, target, sets, walked=False)
     return result
 
 

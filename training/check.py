@@ -24,7 +24,7 @@ from ..target_identity import compare_target
 from ..target_model import check_pair, tap_request, tapped
 from .blocks import denoise
 from .data import row_context, rows_of, single_row
-from .evaluation import GreedyCall, generate, right_drafts
+from .evaluation import GreedyCall, generate, replay, right_drafts
 
 FLOOR = 1.3  # mean acceptance length below which drafting hardly pays on any device
 FALLEN = 0.5  # of the recorded acceptance, which was measured on other prompts
@@ -227,6 +227,10 @@ def acceptance(drafter, target, rows, prompt_ids, max_new_tokens, findings, reco
         detail += f"; {recorded:.2f} when it was trained"
     low = speculation.tau < FLOOR or (recorded is not None and speculation.tau < FALLEN * recorded)
     result = [Finding("acceptance", not low, detail)]
+    if drafter.candidate_selector is not None:
+        chosen, likeliest = (replay(target, drafter, rows, walked=walked)[0].tau for walked in (True, False))
+        detail = f"replayed tau {chosen:.2f}; {likeliest:.2f} without it, by the likeliest token of each position"
+        result.append(Finding("selector", None, detail))
     if low:
         result.append(Finding("likely cause", False, likely_cause(drafter, target, rows, findings)))
     return result

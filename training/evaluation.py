@@ -115,8 +115,13 @@ class GreedyCall:
 
 
 @torch.no_grad()
-def replay(target, drafter, rows: list[dict], blocks_at_once: int = 64) -> tuple[Speculation, list[int], float]:
+def replay(
+    target, drafter, rows: list[dict], blocks_at_once: int = 64, walked: bool = True
+) -> tuple[Speculation, list[int], float]:
     """Replayed and teacher-forced acceptance over answers that the target wrote greedily.
+
+    Args:
+        walked: whether a selector chooses; False takes the likeliest token of each position instead.
 
     Returns:
         (speculation, forced, first): the rounds, one row of statistics an answer; the acceptance length at every anchor;
@@ -129,7 +134,7 @@ def replay(target, drafter, rows: list[dict], blocks_at_once: int = 64) -> tuple
     replayed, forced, first = Speculation([], [], []), [], []
     for row in rows:
         call = GreedyCall.of(target, row)
-        right = right_drafts(target, drafter, row, call, blocks_at_once)
+        right = right_drafts(target, drafter, row, call, blocks_at_once, walked=walked)
         last = len(row["answer_ids"]) - 1
         rounds, anchor = [], 0
         while anchor < last:
@@ -148,16 +153,23 @@ def replay(target, drafter, rows: list[dict], blocks_at_once: int = 64) -> tuple
 
 
 def right_drafts(
-    target, drafter, row: dict, call: GreedyCall, blocks_at_once: int, layer_ids: list[int] | None = None
+    target,
+    drafter,
+    row: dict,
+    call: GreedyCall,
+    blocks_at_once: int,
+    layer_ids: list[int] | None = None,
+    walked: bool = True,
 ) -> list[int]:
     """For each anchor of an answer, how many of its drafts in a row are the answer's tokens.
 
-    `layer_ids`: other target layers than the drafter's, to see what they would give.
+    `layer_ids`: other target layers than the drafter's, to see what they would give; `walked`: see `replay`.
     """
     batch, config = single_row(row, target.device), drafter.config
     rows = rows_of(batch)
     context = row_context(target, batch, layer_ids or config.target_layer_ids)
-    head = path_head(drafter, make_head(drafter, target, embedding_rows(target)))
+    head = make_head(drafter, target, embedding_rows(target))
+    head = path_head(drafter, head) if walked else head
     if head.reads_text:
         head.see([row["prompt_ids"] + row["answer_ids"]])
     possible = (rows.answer_mask[0, :-1] & rows.answer_mask[0, 1:]).nonzero()[:, 0]

@@ -5,6 +5,7 @@ import torch
 from dflash_hub.drafter_heads import Candidates
 from dflash_hub.drafter_paths import PathHead
 from dflash_hub.training import evaluation
+from dflash_hub.training.check import acceptance
 from dflash_hub.training.losses import BlockLoss, SelectorLoss, chunked_sum
 from dflash_hub.training.optimizer import MuonAdamW
 from dflash_hub.training.options import TrainOptions
@@ -121,11 +122,16 @@ def test_training_moves_all_parts_and_replay_walks_as_generation(tmp_path):
 
     drafter.eval()
     replayed, _, _ = evaluation.replay(target, drafter, answers)
-    real = evaluation.generate(target, drafter, [row["prompt_ids"] for row in answers], len(answers[0]["answer_ids"]))
+    prompts = [row["prompt_ids"] for row in answers]
+    real = evaluation.generate(target, drafter, prompts, len(answers[0]["answer_ids"]))
     assert replayed.accepted == real.accepted and sum(map(sum, real.accepted)) > 0
+    likeliest = evaluation.replay(target, drafter, answers, walked=False)[0]
+    assert likeliest.accepted != real.accepted  # the selector took part
+    (found,) = [f for f in acceptance(drafter, target, answers, prompts, 24, [], None) if f.name == "selector"]
+    assert f"tau {replayed.tau:.2f}; {likeliest.tau:.2f} without it" in found.detail
     with torch.no_grad():
         drafter.candidate_selector.successor_codebook.zero_()
-    assert evaluation.replay(target, drafter, answers)[0].accepted != real.accepted  # the selector took part
+    assert evaluation.replay(target, drafter, answers)[0].accepted == likeliest.accepted
 
 
 def test_the_study_of_what_the_parts_gain_trains_and_measures_a_variant(tmp_path):
