@@ -141,22 +141,22 @@ def answer_prompts(
     from ..common.identity import identify
     from ..common.loading import load_target, load_tokenizer
     from ..common.server import Server
-    from ..training import answers
+    from ..training import responses
 
     if server:
         tokenizer = load_tokenizer(target, chat_template)
-        source = answers.RemoteTarget(Server(server, model), tokenizer, max_new_tokens, sampling, batch_size)
+        source = responses.RemoteTarget(Server(server, model), tokenizer, max_new_tokens, sampling, batch_size)
         identity, under = None, {}  # a server may leave the generation config out
     else:
         loaded, tokenizer = load_target(target, dtype, chat_template)
-        source = answers.LocalTarget(loaded, tokenizer, max_new_tokens, sampling, batch_size)
-        identity, under = identify(loaded), answers.text_settings(loaded)
+        source = responses.LocalTarget(loaded, tokenizer, max_new_tokens, sampling, batch_size)
+        identity, under = identify(loaded), responses.text_settings(loaded)
     generation = {"max_new_tokens": max_new_tokens, **sampling}
     if under:
         generation["generation_config"] = under
-    settings = answers.answer_settings(target.path, identity, tokenizer, thinking, generation)
+    settings = responses.response_settings(target.path, identity, tokenizer, thinking, generation)
     with interruptible(lambda: where_answers_stopped(output)), writing(output):
-        counts = answers.regenerate(
+        counts = responses.regenerate(
             output, source, tokenizer, rows, settings, thinking, max_prompt_tokens, seed, left_out
         )
     if getattr(source, "retokenized", 0):
@@ -165,14 +165,18 @@ def answer_prompts(
         )
     if counts["failures"]:
         typer.echo(f"{counts['failures']} prompts have no answer; why is in {output}/failures.jsonl.")
-    typer.echo(f"wrote {output}/answers.jsonl: {counts['answers']} answers, {counts['answer_tokens']} tokens")
+    typer.echo(
+        f"wrote {responses.responses_file(output)}: {counts['answers']} answers, {counts['answer_tokens']} tokens"
+    )
     if not counts["answers"]:
         raise typer.Exit(1)
 
 
 def where_answers_stopped(output: Path) -> str:
     """Say how much is answered after an interruption, and how to go on."""
-    path = output / "answers.jsonl"
+    from ..training.responses import responses_file
+
+    path = responses_file(output)
     count = path.read_bytes().count(b"\n") if path.exists() else 0
     return f"{path} holds {count} answers. Go on with: {typed_command()}"
 

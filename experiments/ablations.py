@@ -99,7 +99,7 @@ def run_variant(variant: Variant, base: TrainOptions, target, training, validati
         name = "-".join(map(str, drafter.config.target_layer_ids)) + "-last" * loss.needs_teacher
         cache = fill_cache(f"{base.features}-{name}", identify(target), target, drafter, loss, training)
         if options.draft_vocab_size is not None:
-            listed = frequent_tokens((row["answer_ids"] for row in training), options.draft_vocab_size)
+            listed = frequent_tokens((row["response_ids"] for row in training), options.draft_vocab_size)
             drafter.set_draft_vocabulary(listed.token_ids)
 
         def trainer(steps: int) -> OrderingTrainer:

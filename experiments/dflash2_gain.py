@@ -31,11 +31,11 @@ from ..drafter_heads import TargetHead
 from ..drafter_paths import MostLikely, path_head, walk
 from ..hub_files import write_text
 from ..modeling_dflash import DFlashDraftModel
-from ..training.answers import read_answers
 from ..training.data import Collator, PackedRows, split_validation, usable_rows
 from ..training.evaluation import replay
 from ..training.losses import BlockLoss, SelectorLoss, gamma_of
 from ..training.options import TrainOptions
+from ..training.responses import read_responses, responses_file
 from ..training.train import fill_cache, load_rows, prompts_by_id, training_arguments
 from ..training.trainer import DFlashTrainer
 
@@ -162,7 +162,7 @@ def main(
     training, kept = split_validation(found[: rows + validation], validation, 0)
     measured = {"validation": kept}
     for folder in sets or []:
-        measured[folder.name] = [row for row in read_answers(folder / "answers.jsonl") if len(row["answer_ids"]) > 1]
+        measured[folder.name] = [row for row in read_responses(responses_file(folder)) if len(row["response_ids"]) > 1]
     output.mkdir(parents=True, exist_ok=True)
     path = output / "results.json"
     results = json.loads(path.read_text()) if path.exists() else []

@@ -23,8 +23,8 @@ from ..common.smollm2 import smollm2
 from ..common.tables import interval, over_prompts, table
 from ..hub_files import check_finite
 from ..modeling_dflash import DFlashDraftModel
-from ..training.answers import read_answers, text_settings
 from ..training.evaluation import replay
+from ..training.responses import read_responses, responses_file, text_settings
 from ..training.train import check_answerer, other_text_settings
 
 
@@ -50,8 +50,8 @@ def main(
         limit = settings["generation"].get("max_new_tokens")
         rows = [
             row | {"max_new_tokens": limit}
-            for row in read_answers(folder / "answers.jsonl")
-            if len(row["answer_ids"]) > 1
+            for row in read_responses(responses_file(folder))
+            if len(row["response_ids"]) > 1
         ]
         speculation, _, first = replay(loaded, model, rows)
         records = [{"id": row["id"], "rounds": r} for row, r in zip(rows, speculation.acceptance_lengths)]

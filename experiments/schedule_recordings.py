@@ -131,7 +131,7 @@ def texts(
         answer = {
             "id": row["id"],
             "prompt_ids": ids[:length],
-            "answer_ids": ids[length:],
+            "response_ids": ids[length:],
             "max_new_tokens": max_new_tokens,
         }
         if len(ids) - length > 1:

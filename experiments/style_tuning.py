@@ -29,7 +29,7 @@ def in_style(text: str) -> str:
 
 def styled(row: dict, tokenizer, max_length: int) -> dict:
     """Input ids and labels of one answer in the new style; the prompt has no loss."""
-    text = in_style(tokenizer.decode(row["answer_ids"], skip_special_tokens=True))
+    text = in_style(tokenizer.decode(row["response_ids"], skip_special_tokens=True))
     answer = tokenizer(text, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
     ids = (row["prompt_ids"] + answer)[:max_length]
     labels = ([-100] * len(row["prompt_ids"]) + answer)[:max_length]

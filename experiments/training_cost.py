@@ -48,7 +48,7 @@ def measure(
     vocabulary = embedding_rows(loaded)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary // 2, vocabulary, (length,), generator=generator).tolist()
-    row = {"id": "random", "turn": 0, "prompt_ids": tokens[: length // 4], "answer_ids": tokens[length // 4 :]}
+    row = {"id": "random", "turn": 0, "prompt_ids": tokens[: length // 4], "response_ids": tokens[length // 4 :]}
     with tempfile.TemporaryDirectory() as folder:
         options = TrainOptions(target, [], folder, layers=layers, block_size=block_size, max_steps=steps, batch_size=1)
         drafter = fresh_drafter(options, Path(folder))

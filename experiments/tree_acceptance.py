@@ -29,10 +29,10 @@ from ..drafter_tree import MAX_SIBLINGS
 from ..generation_dflash import assisted_generate
 from ..modeling_dflash import DFlashDraftModel
 from ..target_model import embedding_rows
-from ..training.answers import read_answers
 from ..training.blocks import denoise
 from ..training.data import row_context, rows_of, single_row
 from ..training.evaluation import GreedyCall
+from ..training.responses import read_responses, responses_file
 
 
 class BlindProposer(DFlashProposer):
@@ -68,7 +68,7 @@ def drafts_at(target, drafter, row: dict, sampler: Sampler) -> list[tuple[torch.
     rows, context = rows_of(batch), row_context(target, batch, config.target_layer_ids)
     head = TargetHead(config, target.get_output_embeddings(), embedding_rows(target))
     start, ranked = len(row["prompt_ids"]), []
-    for anchors in torch.arange(start, start + len(row["answer_ids"]) - 1)[None].split(64, dim=1):
+    for anchors in torch.arange(start, start + len(row["response_ids"]) - 1)[None].split(64, dim=1):
         hidden = denoise(drafter, config, target, rows, context, anchors, torch.ones_like(anchors, dtype=torch.bool))[0]
         for block in head(hidden[:, 1:].to(target.dtype)).logits:  # (n, V)
             ids, log_probs = sampler.rank(Candidates(block[None]), MAX_SIBLINGS)
@@ -130,13 +130,13 @@ def main(
     measured = []
     for folder in responses:
         limit = read_json(folder / "settings.json", "generation")["generation"]["max_new_tokens"]
-        rows = [row for row in read_answers(folder / "answers.jsonl") if len(row["answer_ids"]) > 1]
+        rows = [row for row in read_responses(responses_file(folder)) if len(row["response_ids"]) > 1]
         by_size = {size: [] for size in sizes}
         for row in rows:
             sampler = GreedyCall.of(loaded, row | {"max_new_tokens": limit}).sampler
             ranked = drafts_at(loaded, model, row, sampler)
             for size in sizes:
-                lengths, predicted = replayed(ranked, row["answer_ids"], size, limit)
+                lengths, predicted = replayed(ranked, row["response_ids"], size, limit)
                 by_size[size] += lengths
                 if size is not None:
                     ratios[size][0] += predicted

@@ -35,7 +35,7 @@ def test_a_folder_of_responses():
     )
     assert greedy and [file["rows"] for file in files] == [4]
     (first,) = [row for row in rows if row["id"] == "p-0"]
-    assert (first["prompt_ids"], first["answer_ids"]) == ([1, 3, 4, 2], [59, 59, 59, 59, 13, 16])
+    assert (first["prompt_ids"], first["response_ids"]) == ([1, 3, 4, 2], [59, 59, 59, 59, 13, 16])
 
 
 def test_a_runs_yaml(tmp_path):
@@ -48,9 +48,9 @@ def test_a_runs_yaml(tmp_path):
     fields = {field.name for field in dataclasses.fields(TrainOptions)}
     options = TrainOptions(**{name: stated[name] for name in stated.keys() & fields})
     resolved = {name: stated[name] for name in ("data", "weights")}
-    _open_run(tmp_path, options, resume=True, **resolved)
+    _open_run(tmp_path, options, **resolved)
     with pytest.raises(ValueError, match="made with other validation"):
-        _open_run(tmp_path, dataclasses.replace(options, validation=2), resume=True, **resolved)
+        _open_run(tmp_path, dataclasses.replace(options, validation=2), **resolved)
 
 
 def test_a_training_record():

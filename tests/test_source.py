@@ -32,7 +32,7 @@ MAY_STAY = {
         "trainer.evaluate": "scores of chosen size",
         "module.evaluate": "scores of chosen size",
         "module.train": "only the command's arguments are looked at",
-        "answers.regenerate": "responses that are there already",
+        "responses.regenerate": "responses that are there already",
         "cost.origin": "the repository's state",
     },
     "tests/training/test_training.py": {

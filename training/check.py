@@ -83,7 +83,7 @@ def answered(target, prompt_ids: list[list[int]], max_new_tokens: int) -> list[d
                                attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=target.device))  # fmt: skip
         answer = text[0, len(ids) :].tolist()
         rows.append(
-            {"id": str(number), "turn": 0, "prompt_ids": ids, "answer_ids": answer, "max_new_tokens": max_new_tokens}
+            {"id": str(number), "turn": 0, "prompt_ids": ids, "response_ids": answer, "max_new_tokens": max_new_tokens}
         )
     return rows
 
@@ -127,7 +127,7 @@ def layouts_agree(drafter, target, row: dict) -> list[Finding]:
     config = drafter.config
     batch = single_row(row, target.device)
     rows, length = rows_of(batch), batch["input_ids"].shape[1]
-    anchor = len(row["prompt_ids"]) + (len(row["answer_ids"]) - 1) // 2
+    anchor = len(row["prompt_ids"]) + (len(row["response_ids"]) - 1) // 2
     anchors = torch.tensor([[len(row["prompt_ids"]), anchor]], device=target.device).unique(dim=1)
     valid = torch.ones_like(anchors, dtype=torch.bool)
     context = row_context(target, batch, config.target_layer_ids)
@@ -265,7 +265,7 @@ def first_right(drafter, target, rows: list[dict], layer_ids: list[int]) -> floa
     """Share of places in the answers where the first drafted token is right, with features of `layer_ids`."""
     counts = []
     for row in rows:
-        if len(row["answer_ids"]) > 1:
+        if len(row["response_ids"]) > 1:
             counts += right_drafts(target, drafter, row, GreedyCall.of(target, row), 64, layer_ids)
     return statistics.mean(count > 0 for count in counts) if counts else 0.0
 

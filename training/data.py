@@ -15,7 +15,7 @@ from .features import FeatureCache, example_name, pad_documents, tapped_features
 
 def document_key(row: dict) -> str:
     """Of the text itself: two answers to one prompt, or one answer cut at two lengths, are different documents."""
-    ids = torch.tensor(row["prompt_ids"] + row["answer_ids"], dtype=torch.int64)
+    ids = torch.tensor(row["prompt_ids"] + row["response_ids"], dtype=torch.int64)
     return hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:24]
 
 
@@ -28,7 +28,7 @@ def usable_rows(rows: Iterable[dict], max_length: int) -> tuple[list[dict], dict
     empty, short = "empty answer", "answer of one token"
     kept, dropped = [], {empty: 0, short: 0, f"prompt fills --max-length {max_length}": 0}
     for row in rows:
-        prompt, answer = row["prompt_ids"], row["answer_ids"]
+        prompt, answer = row["prompt_ids"], row["response_ids"]
         room = max_length - len(prompt)
         if len(answer) < 2:  # a block needs an anchor and a token after it
             dropped[short if answer else empty] += 1
@@ -70,7 +70,7 @@ class PackedRows(Dataset):
 
 
 def row_length(row: dict) -> int:
-    return len(row["prompt_ids"]) + len(row["answer_ids"])
+    return len(row["prompt_ids"]) + len(row["response_ids"])
 
 
 def pack(rows: list[dict], pack_length: int, seed: int) -> list[list[dict]]:
@@ -121,7 +121,7 @@ class Collator:
         for r, documents in enumerate(packs):
             start = 0
             for d, row in enumerate(documents):
-                text, prompt = row["prompt_ids"] + row["answer_ids"], len(row["prompt_ids"])
+                text, prompt = row["prompt_ids"] + row["response_ids"], len(row["prompt_ids"])
                 end = start + len(text)
                 input_ids[r, start:end] = torch.tensor(text)
                 position_ids[r, start:end] = torch.arange(len(text))

@@ -23,9 +23,9 @@ from ..drafter_paths import path_head
 from ..drafter_vocabulary import Places, make_head
 from ..target_model import PassLimits, embedding_rows
 from ..target_ranks import TargetRanks
-from .answers import PreparedCall
 from .blocks import block_labels, denoise
 from .data import row_context, rows_of, single_row
+from .responses import PreparedCall
 
 
 @dataclass
@@ -53,7 +53,7 @@ class GreedyCall:
             ValueError: the target's generation config asks for what generation with a drafter refuses, or replay cannot
                 follow; or the answer cannot be the target's under this config. Names what was found.
         """
-        answer, limit = row["answer_ids"], row.get("max_new_tokens")
+        answer, limit = row["response_ids"], row.get("max_new_tokens")
         call = PreparedCall.of(
             target, [row["prompt_ids"]], do_sample=False, max_new_tokens=max(limit or 0, len(answer))
         )
@@ -135,7 +135,7 @@ def replay(
     for row in rows:
         call = GreedyCall.of(target, row)
         right = right_drafts(target, drafter, row, call, blocks_at_once, walked=walked)
-        last = len(row["answer_ids"]) - 1
+        last = len(row["response_ids"]) - 1
         rounds, anchor = [], 0
         while anchor < last:
             # At a limit on length, the target itself adds the last token; at an end token it may be a draft.
@@ -171,7 +171,7 @@ def right_drafts(
     head = make_head(drafter, target, embedding_rows(target))
     head = path_head(drafter, head) if walked else head
     if head.reads_text:
-        head.see([row["prompt_ids"] + row["answer_ids"]])
+        head.see([row["prompt_ids"] + row["response_ids"]])
     possible = (rows.answer_mask[0, :-1] & rows.answer_mask[0, 1:]).nonzero()[:, 0]
     counts = []
     for anchors in possible.split(blocks_at_once):

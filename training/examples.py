@@ -7,7 +7,7 @@ import numpy as np
 
 
 class Example(Mapping):
-    """One example: a mapping like a row of `answers.jsonl`. Its token ids are read, as lists, when they are asked for.
+    """One example: a mapping like a row of `responses.jsonl`. Its token ids are read, as lists, when they are asked for.
 
     Args:
         fields: everything but the token ids.
@@ -24,12 +24,12 @@ class Example(Mapping):
         first = self.start + self.prompt
         if name == "prompt_ids":
             return self.tokens[self.start : first].tolist()
-        if name == "answer_ids":
+        if name == "response_ids":
             return self.tokens[first : first + self.answer].tolist()
         return self.fields[name]
 
     def __iter__(self):
-        return iter((*self.fields, "prompt_ids", "answer_ids"))
+        return iter((*self.fields, "prompt_ids", "response_ids"))
 
     def __len__(self) -> int:
         return len(self.fields) + 2
@@ -43,10 +43,10 @@ def in_a_file(rows: Iterable[dict]) -> list[Example]:
     """
     file, start, places = tempfile.TemporaryFile(), 0, []
     for row in rows:
-        ids = row["prompt_ids"] + row["answer_ids"]
+        ids = row["prompt_ids"] + row["response_ids"]
         file.write(np.asarray(ids, dtype=np.int32).tobytes())
-        fields = {name: value for name, value in row.items() if name not in ("prompt_ids", "answer_ids")}
-        places.append((fields, start, len(row["prompt_ids"]), len(row["answer_ids"])))
+        fields = {name: value for name, value in row.items() if name not in ("prompt_ids", "response_ids")}
+        places.append((fields, start, len(row["prompt_ids"]), len(row["response_ids"])))
         start += len(ids)
     file.flush()
     if not places:
@@ -59,4 +59,4 @@ def shortened(row: Mapping, count: int) -> Mapping:
     """The row with at most the first `count` tokens of its answer."""
     if isinstance(row, Example):
         return Example(row.fields, row.tokens, row.start, row.prompt, min(count, row.answer))
-    return row | {"answer_ids": row["answer_ids"][:count]}
+    return row | {"response_ids": row["response_ids"][:count]}

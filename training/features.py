@@ -103,14 +103,14 @@ class FeatureCache:
             ValueError: features that are not finite; names the example. What was written before stays.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        length = {key: len(row["prompt_ids"]) + len(row["answer_ids"]) for key, row in rows.items()}
+        length = {key: len(row["prompt_ids"]) + len(row["response_ids"]) for key, row in rows.items()}
         missing = sorted((key for key in rows if key not in self.where), key=length.get)
         pending: dict[str, torch.Tensor] = {}
         written = time.monotonic()
         while missing:
             count = max(1, min(len(missing), batch_tokens // max(length[missing[-1]], 1)))
             batch, missing = missing[-count:], missing[:-count]  # the longest first: memory fails early or never
-            ids, mask = pad_documents([rows[key]["prompt_ids"] + rows[key]["answer_ids"] for key in batch])
+            ids, mask = pad_documents([rows[key]["prompt_ids"] + rows[key]["response_ids"] for key in batch])
             for key, states in zip(batch, compute(ids, mask)):
                 pending[key] = states[: length[key]].cpu().contiguous().clone()
                 if not pending[key].isfinite().all():

@@ -49,7 +49,7 @@ def training_record(run, command: str, result: dict) -> dict:
             "thinking": options.thinking,
             "chat_template_sha256": template_fingerprint(run.tokenizer),
             "rows": len(training),
-            "answer_tokens": sum(len(row["answer_ids"]) for row in training),
+            "answer_tokens": sum(len(row["response_ids"]) for row in training),
             "longest_row": max(*map(row_length, training), before),
             "validation": [row["id"] for row in run.data.validation],
         },

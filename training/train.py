@@ -45,7 +45,6 @@ from ..hub_files import write_text
 from ..modeling_dflash import DFlashDraftModel
 from ..target_identity import encoded_rows
 from ..target_model import check_pair, embedding_rows
-from .answers import iterate_answers, text_settings
 from .arguments import read_field
 from .check import read_record
 from .checkpoints import FileLists, best_checkpoint, resumable_checkpoint
@@ -56,6 +55,7 @@ from .features import FeatureCache, check_teacher, checksum, feature_layers, tap
 from .losses import BlockLoss, SelectorLoss, gamma_of
 from .options import TrainOptions, resolved, with_new_names
 from .record import check_recordable, longest_trained, training_record, training_result
+from .responses import iterate_responses, responses_file, text_settings
 from .trainer import DFlashTrainer, check_whole, checkpoint_activations, evaluate
 from .trial import forecast_training
 from .vocabulary import Vocabulary, frequent_tokens
@@ -188,7 +188,7 @@ def plan_run(options: TrainOptions, resume: bool = False) -> Run:
         arguments.metric_for_best_model = "replayed_acceptance_length"  # the same rounds as real ones, on more prompts
     vocabulary = None
     if options.draft_vocab_size is not None:
-        vocabulary = frequent_tokens((row["answer_ids"] for row in data.training), options.draft_vocab_size)
+        vocabulary = frequent_tokens((row["response_ids"] for row in data.training), options.draft_vocab_size)
         check_token_ids(vocabulary.token_ids, config.vocab_size)
     return Run(
         options, target, tokenizer, identity, data, dataset, config, drafter, attention, gamma, loss, vocabulary, arguments,
@@ -222,7 +222,7 @@ def answers_file(source: str) -> Path:
     Raises:
         ValueError: there is none.
     """
-    path = Path(source) / "answers.jsonl" if Path(source).is_dir() else Path(source)
+    path = responses_file(Path(source)) if Path(source).is_dir() else Path(source)
     if not path.is_file():
         raise ValueError(f"no answers at {path}; make them with `dflash-hub regenerate`.")
     return path
@@ -331,7 +331,7 @@ def finish(run: Run, trainer: DFlashTrainer, command: str) -> dict:
 def check_ids(rows: list[dict], vocab_rows: int):
     """ValueError where a row holds a token that the target cannot embed: it was written by another tokenizer."""
     for row in rows:
-        if (largest := max(*row["prompt_ids"], *row["answer_ids"])) >= vocab_rows:
+        if (largest := max(*row["prompt_ids"], *row["response_ids"])) >= vocab_rows:
             raise ValueError(
                 f"the answer to {row['id']!r} holds token {largest}, this target has {vocab_rows}: it is another target's answer."
             )
@@ -433,8 +433,8 @@ def first_answers(limits: dict[Path, int | None], prompts: dict, options: TrainO
     known: dict[tuple, int] = {}  # by id and turn, a hash of the prompt
     for path, limit in limits.items():
         count = tokens = 0
-        for row in iterate_answers(path, prompts or None, tokenizer, options.thinking):
-            count, tokens = count + 1, tokens + len(row["answer_ids"])
+        for row in iterate_responses(path, prompts or None, tokenizer, options.thinking):
+            count, tokens = count + 1, tokens + len(row["response_ids"])
             key, prompt = (row["id"], row["turn"]), hash(tuple(row["prompt_ids"]))
             if known.get(key, prompt) != prompt:
                 raise ValueError(f"{path}: two different prompts have the id {row['id']!r}; make the ids unique.")
@@ -627,7 +627,8 @@ def _open_run(output: Path, options: TrainOptions, **resolved):
         before = read_yaml(path.read_text(encoding="utf-8"), str(path))
         if not isinstance(before, dict):
             raise ValueError(f"{path} holds no options, it is damaged; start anew with another --output.")
-        before = with_new_names(before)
+        newer = {field.name: field.default for field in dataclasses.fields(TrainOptions)}  # than the file, maybe
+        before = newer | with_new_names(before)
         said = ("target_name", "trust_remote_code")  # of the same target and code
         changed = [name for name in stated if name not in said and before.get(name) != stated[name]]
         if changed:
@@ -708,7 +709,7 @@ def draw_curves(log: Path, picture: Path):
 def describe(run: Run) -> str:
     """Say in a few lines what is about to be trained."""
     data, drafter = run.data, run.drafter
-    tokens = sum(len(row["answer_ids"]) for row in data.training)
+    tokens = sum(len(row["response_ids"]) for row in data.training)
     lines = [
         f"{len(data.training)} responses of {tokens} tokens in {len(run.dataset)} sequences; {len(data.validation)} for validation",
         f"drafter of {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters, blocks of {drafter.config.block_size}",
@@ -726,5 +727,5 @@ def show_sample(row: dict, tokenizer):
     """One row as it is trained on, the end of its prompt and the start of its answer: the loss falls on the colored part."""
     text = Text("a row, in color what the loss falls on: ")
     text.append(repr(tokenizer.decode(row["prompt_ids"][-24:]))[1:-1], style="dim")
-    text.append(repr(tokenizer.decode(row["answer_ids"][:24]))[1:-1], style="bold green")
+    text.append(repr(tokenizer.decode(row["response_ids"][:24]))[1:-1], style="bold green")
     Console().print(text)

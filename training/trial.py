@@ -21,7 +21,7 @@ from .trainer import DFlashTrainer, checkpoint_activations
 
 def forecast_training(run) -> str:
     """Say what a run (`train.Run`) will take. Two steps are tried on a drafter that is thrown away; nothing is written."""
-    tokens = sum(len(row["answer_ids"]) for row in run.data.training)
+    tokens = sum(len(row["response_ids"]) for row in run.data.training)
     read = sum(map(row_length, run.data.training))
     steps, trial = run.steps, try_steps(run)
     lines = [

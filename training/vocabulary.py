@@ -15,7 +15,7 @@ from ..convert.importing import write_drafter
 from ..convert.reading import OURS, nonfinite_weights, read_drafter
 from ..drafter_vocabulary import check_token_ids, offsets_of
 from ..hub_files import CARD_MARK, nonfinite_sentence
-from .answers import iterate_answers
+from .responses import iterate_responses, responses_file
 
 
 @dataclass
@@ -68,11 +68,11 @@ def write_with_vocabulary(
         raise ValueError(f"{source} is in another format ({drafter.layout}); `dflash-hub import` it first.")
     if found := nonfinite_weights(drafter):
         raise ValueError(nonfinite_sentence(found, source))
-    paths = [Path(name) / "answers.jsonl" if Path(name).is_dir() else Path(name) for name in responses]
+    paths = [responses_file(Path(name)) if Path(name).is_dir() else Path(name) for name in responses]
     for path in paths:
         if not path.is_file():
             raise ValueError(f"no responses at {path}; make them with `dflash-hub regenerate`.")
-    rows = (row["answer_ids"] for path in paths for row in iterate_answers(path, with_prompts=False))
+    rows = (row["response_ids"] for path in paths for row in iterate_responses(path, with_prompts=False))
     vocabulary = frequent_tokens(rows, size)
     config, tensors, folder = drafter.config, drafter.match.drafter, drafter.checkpoint.folder
     check_token_ids(vocabulary.token_ids, config.vocab_size)

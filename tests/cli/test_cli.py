@@ -157,7 +157,7 @@ def test_options_are_judged_before_a_target_is_loaded(arguments, sentence, tmp_p
     """The target is nowhere, so that loading it would end with another sentence."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    (tmp_path / "a.jsonl").write_text('{"id": "a", "prompt_ids": [1], "answer_ids": [2, 3]}\n')
+    (tmp_path / "a.jsonl").write_text('{"id": "a", "prompt_ids": [1], "response_ids": [2, 3]}\n')
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "model.safetensors").write_bytes(b"x")
     words = shlex.split(arguments)

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 RECORD = {
     "command": "dflash-hub train --recipe small",
     "data": {
-        "files": [{"name": "answers.jsonl", "rows": 736, "answer_tokens": 81234, "sha256": "ab" * 32}],
+        "files": [{"name": "responses.jsonl", "rows": 736, "answer_tokens": 81234, "sha256": "ab" * 32}],
         "target": "org/target", "thinking": False, "chat_template_sha256": "cd" * 32,
     },
     "recipe": {"lr": 6e-4, "epochs": 6},

@@ -17,7 +17,7 @@ def answers_of(target, count: int, prompt: int = 6, answer: int = 24) -> list[di
     for seed in range(count):
         ids = prompt_of(prompt, 100 + seed)
         text = target.generate(ids, max_new_tokens=answer, do_sample=False)[0].tolist()
-        rows.append({"id": f"prompt-{seed}", "turn": 0, "prompt_ids": text[:prompt], "answer_ids": text[prompt:]})
+        rows.append({"id": f"prompt-{seed}", "turn": 0, "prompt_ids": text[:prompt], "response_ids": text[prompt:]})
     return rows
 
 

@@ -10,9 +10,9 @@ from dflash_hub.common.loading import cut_at_end
 from dflash_hub.decode_choice import GumbelNoise
 from dflash_hub.demo.pair import Pair
 from dflash_hub.target_model import CACHE
-from dflash_hub.training.answers import LocalTarget
 from dflash_hub.training.check import check
 from dflash_hub.training.losses import BlockLoss
+from dflash_hub.training.responses import LocalTarget
 from dflash_hub.training.train import fill_cache
 from helpers.families import equal_texts, tiny_family
 from helpers.scripted import scripted

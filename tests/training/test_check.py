@@ -204,7 +204,7 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
     assert record["recipe"]["layers"] == 2 and record["recipe"]["taps"] == drafter.config.target_layer_ids
     assert "acceptance_length: " in done.stdout
     card = (tmp_path / "run" / "drafter" / "README.md").read_text()
-    assert "`num_anchors`" in card and "answers.jsonl" in card
+    assert "`num_anchors`" in card and "responses.jsonl" in card
     state = json.loads((tmp_path / "run" / "checkpoints" / "checkpoint-120" / "trainer_state.json").read_text())
     assert any("eval_acceptance_length" in entry for entry in state["log_history"])
 
@@ -275,11 +275,11 @@ def test_bad_options_are_named(tmp_path, monkeypatch, arguments, sentence):
     model = tiny_target("llama", num_hidden_layers=8)
     model.save_pretrained(tmp_path / "target")
     tiny_tokenizer(90).save_pretrained(tmp_path / "target")
-    row = {"id": "a", "turn": 0, "prompt_ids": [4, 5], "answer_ids": [6, 7, 8, 9]}
+    row = {"id": "a", "turn": 0, "prompt_ids": [4, 5], "response_ids": [6, 7, 8, 9]}
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row | {"id": str(i)}) + "\n" for i in range(40)))
-    for name, change in (("large", {"answer_ids": [6, 999]}), ("later", {"turn": 1})):
+    for name, change in (("large", {"response_ids": [6, 999]}), ("later", {"turn": 1})):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row | change) + "\n")
-    (tmp_path / "bare.jsonl").write_text('{"id": "a", "answer_ids": [6, 7]}\n')
+    (tmp_path / "bare.jsonl").write_text('{"id": "a", "response_ids": [6, 7]}\n')
     for name in "pq":
         prompt = {"id": "a", "messages": [{"role": "user", "content": f"w1 {name}"}]}
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(prompt) + "\n")
@@ -385,7 +385,7 @@ def test_a_runs_own_options_can_be_passed_back_and_its_drafter_in_any_layout(tin
     assert saved["loss"] == "dpace" and saved["gamma"] is None and record["recipe"]["gamma"] is None
     rows = [json.loads(line) for line in (tiny_pair / "a.jsonl").read_text().splitlines()]
     trained = [row for row in rows if row["id"] not in record["data"]["validation"]]
-    assert record["data"]["longest_row"] == max(len(row["prompt_ids"] + row["answer_ids"]) for row in trained)
+    assert record["data"]["longest_row"] == max(len(row["prompt_ids"] + row["response_ids"]) for row in trained)
     assert "| `gamma` | None |" in (tiny_pair / "run" / "drafter" / "README.md").read_text()
 
     passed = []
@@ -660,12 +660,12 @@ class Answering(Exception):
 
 @pytest.fixture
 def align_to_the_answers(tiny_pair, monkeypatch):
-    from dflash_hub.training import answers
+    from dflash_hub.training import responses
 
     def answering(*args):
         raise Answering
 
-    monkeypatch.setattr(answers, "regenerate", answering)
+    monkeypatch.setattr(responses, "regenerate", answering)
 
     def run(*arguments):
         fixed = ["--target", "target", "--output", "aligned", "--validation", 2, "--drafter", "drafter"]
@@ -689,7 +689,7 @@ def align_to_the_answers(tiny_pair, monkeypatch):
 )
 def test_align_checks_its_options_before_the_target_answers(tiny_pair, align_to_the_answers, arguments, sentence):
     tiny_drafter(num_target_layers=9).save_pretrained(tiny_pair / "other")
-    (tiny_pair / "bare.jsonl").write_text('{"id": "elsewhere", "answer_ids": [5, 6]}\n')
+    (tiny_pair / "bare.jsonl").write_text('{"id": "elsewhere", "response_ids": [5, 6]}\n')
     assert sentence in str(align_to_the_answers(*arguments))
 
 
@@ -705,7 +705,7 @@ def test_align_reads_the_prompts_of_a_rehearsal_as_its_own(tiny_pair, align_to_t
     fake = types.SimpleNamespace(load_dataset=lambda name, split: loaded)
     monkeypatch.setitem(sys.modules, "datasets", fake)
     monkeypatch.setattr(prompts, "DEMO_PROMPTS", tiny_pair / "prompts.jsonl")
-    rows = [{"id": "p-1", "answer_ids": [5, 6]}, {"id": "org/set:question:2", "answer_ids": [5, 6]}]
+    rows = [{"id": "p-1", "response_ids": [5, 6]}, {"id": "org/set:question:2", "response_ids": [5, 6]}]
     (tiny_pair / "bare.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = invoke(
         "align", "--target", "target", "--output", "aligned", "--validation", 2, "--drafter", "drafter", "--rehearsal", "bare.jsonl",
@@ -842,8 +842,8 @@ def test_pitfall_80_answers_of_another_thinking_mode_or_template_are_refused(tmp
     from dflash_hub.training.train import check_answerer, load_rows
 
     tokenizer = tiny_tokenizer(90, template=MODES)
-    row = {"id": "a", "turn": 0, "prompt_ids": [4, 5], "answer_ids": [6, 7, 8, 9]}
-    (tmp_path / "answers.jsonl").write_text(json.dumps(row) + "\n")
+    row = {"id": "a", "turn": 0, "prompt_ids": [4, 5], "response_ids": [6, 7, 8, 9]}
+    (tmp_path / "responses.jsonl").write_text(json.dumps(row) + "\n")
     settings = {"template": template_fingerprint(tokenizer), "thinking": None, "identity": None}
     settings["generation"] = {"do_sample": False}
     (tmp_path / "settings.json").write_text(json.dumps(settings))
@@ -893,7 +893,9 @@ def test_two_processes_train_as_one_job_with_ddp_and_with_fsdp(tmp_path):
     target = tiny_target("llama", num_hidden_layers=8)
     target.save_pretrained(tmp_path / "target")
     tiny_tokenizer(90).save_pretrained(tmp_path / "target")
-    rows = [row | {"answer_ids": row["answer_ids"][: 6 + 3 * (i % 7)]} for i, row in enumerate(answers_of(target, 24))]
+    rows = [
+        row | {"response_ids": row["response_ids"][: 6 + 3 * (i % 7)]} for i, row in enumerate(answers_of(target, 24))
+    ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     fsdp = '{"version": 2, "transformer_layer_cls_to_wrap": ["DFlashDecoderLayer"]}'
     losses = {}
@@ -938,7 +940,7 @@ def test_replayed_acceptance_of_a_set(tmp_path):
     tiny_drafter(num_target_layers=8).save_pretrained(tmp_path / "drafter")
     (tmp_path / "set").mkdir()
     rows = "".join(json.dumps(row) + "\n" for row in answers_of(model, 3))
-    (tmp_path / "set" / "answers.jsonl").write_text(rows)
+    (tmp_path / "set" / "responses.jsonl").write_text(rows)
     (tmp_path / "set" / "settings.json").write_text('{"generation": {"do_sample": false}, "identity": null}')
     command = [
         sys.executable,

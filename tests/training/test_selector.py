@@ -123,7 +123,7 @@ def test_training_moves_all_parts_and_replay_walks_as_generation(tmp_path):
     drafter.eval()
     replayed, _, _ = evaluation.replay(target, drafter, answers)
     prompts = [row["prompt_ids"] for row in answers]
-    real = evaluation.generate(target, drafter, prompts, len(answers[0]["answer_ids"]))
+    real = evaluation.generate(target, drafter, prompts, len(answers[0]["response_ids"]))
     assert replayed.accepted == real.accepted and sum(map(sum, real.accepted)) > 0
     likeliest = evaluation.replay(target, drafter, answers, walked=False)[0]
     assert likeliest.accepted != real.accepted  # the selector took part

@@ -21,7 +21,6 @@ from dflash_hub.target_model import raw_embeddings, tap_request, tapped
 from dflash_hub.training import evaluation
 from dflash_hub.training import train as training_run
 from dflash_hub.training import trainer as training_step
-from dflash_hub.training.answers import LocalTarget
 from dflash_hub.training.blocks import (
     PADDING,
     block_ids,
@@ -48,6 +47,7 @@ from dflash_hub.training.features import FeatureCache, tapped_features
 from dflash_hub.training.losses import BlockLoss, chunked_sum, default_gamma, dpace_weights, slot_weights
 from dflash_hub.training.optimizer import MuonAdamW
 from dflash_hub.training.options import TrainOptions
+from dflash_hub.training.responses import LocalTarget
 from dflash_hub.training.train import long_context, warm_drafter
 from dflash_hub.training.trainer import DFlashTrainer, checkpoint_activations, evaluate
 from helpers.brute_force import training_visibility
@@ -67,7 +67,7 @@ BLOCK = 5
 
 def row_of(prompt: int, answer: int, seed: int = 0, row_id: str | None = None) -> dict:
     ids = prompt_of(prompt + answer, seed)[0].tolist()
-    return {"id": row_id or f"row-{seed}", "turn": 0, "prompt_ids": ids[:prompt], "answer_ids": ids[prompt:]}
+    return {"id": row_id or f"row-{seed}", "turn": 0, "prompt_ids": ids[:prompt], "response_ids": ids[prompt:]}
 
 
 def batch_of(*packs: list[dict], **kwargs) -> dict:
@@ -117,9 +117,9 @@ def test_labels_end_with_the_document_that_the_anchor_is_in():
     anchors = torch.tensor([[3, 5, 9]])
     labels, supervised = block_labels(rows, anchors, torch.tensor([[True, True, True]]), BLOCK)
     assert supervised.tolist() == [[[True] * 3 + [False], [True] + [False] * 3, [True] * 4]]
-    assert labels[0, 0, :3].tolist() == first["answer_ids"][1:]
-    assert labels[0, 1, 0] == first["answer_ids"][3]
-    assert labels[0, 2].tolist() == second["answer_ids"][1:5]
+    assert labels[0, 0, :3].tolist() == first["response_ids"][1:]
+    assert labels[0, 1, 0] == first["response_ids"][3]
+    assert labels[0, 2].tolist() == second["response_ids"][1:5]
     _, nothing = block_labels(rows, anchors, torch.zeros(1, 3, dtype=torch.bool), BLOCK)
     assert not nothing.any()
 
@@ -201,7 +201,7 @@ def test_pitfall_76_train_and_generate_layouts_give_the_same_logits(kind):
     with torch.no_grad():
         trained = train_layout(target, drafter, batch, torch.tensor([[8, 15 + 7, 15 + 10]]))[0]
         for index, (row, anchor) in enumerate(((first, 8), (second, 7), (second, 10))):
-            ids = torch.tensor([row["prompt_ids"] + row["answer_ids"]])
+            ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
             proposer = DFlashProposer(drafter, target)
             request = tap_request(proposer.target_layer_ids)
             outputs = target(ids[:, :anchor], output_hidden_states=request)
@@ -362,7 +362,7 @@ def test_rows_are_cut_dropped_and_split_by_prompt():
         row_of(3, 4, 4) | {"turn": 1, "id": "row-1"},
     ]
     kept, dropped = usable_rows(rows, 10)
-    assert [len(row["answer_ids"]) for row in kept] == [6, 4]
+    assert [len(row["response_ids"]) for row in kept] == [6, 4]
     assert dropped == {"empty answer": 1, "answer of one token": 1, "prompt fills --max-length 10": 1}
     with pytest.raises(ValueError, match="no row of the answers can be trained on"):
         usable_rows(rows[1:2], 10)
@@ -390,11 +390,11 @@ def test_memory_does_not_grow_with_the_tokens_of_the_answers(tmp_path):
     """A Python list takes 40 bytes a token and process; the examples of a run take none, from the file to the batches."""
     tokenizer, tokens = tiny_tokenizer(40), torch.randint(300, 50_000, (24, 2000), generator=generator())
     lines = (
-        json.dumps({"id": str(i), "prompt_ids": row[:100].tolist(), "answer_ids": row[100:].tolist()})
+        json.dumps({"id": str(i), "prompt_ids": row[:100].tolist(), "response_ids": row[100:].tolist()})
         for i, row in enumerate(tokens)
     )
-    (tmp_path / "answers.jsonl").write_text("\n".join(lines) + "\n")
-    options = TrainOptions(target="t", responses=[str(tmp_path / "answers.jsonl")], output="run", max_length=1800)
+    (tmp_path / "responses.jsonl").write_text("\n".join(lines) + "\n")
+    options = TrainOptions(target="t", responses=[str(tmp_path / "responses.jsonl")], output="run", max_length=1800)
     tracemalloc.start()
     try:
         rows, files, _ = training_run.load_rows(options.responses, {}, options, tokenizer)
@@ -411,7 +411,7 @@ def test_packing_fills_rows_and_loses_nothing():
     rows = [row_of(2 + seed % 5, 3 + seed % 7, seed) for seed in range(40)]
     packs = pack(rows, 24, 0)
     assert sorted(row["id"] for documents in packs for row in documents) == sorted(row["id"] for row in rows)
-    lengths = [sum(len(row["prompt_ids"] + row["answer_ids"]) for row in documents) for documents in packs]
+    lengths = [sum(len(row["prompt_ids"] + row["response_ids"]) for row in documents) for documents in packs]
     assert max(lengths) <= 24 and sum(lengths) / (24 * len(packs)) > 0.85
     with pytest.raises(ValueError, match="longer than --pack-length 6"):
         pack(rows, 6, 0)
@@ -508,7 +508,7 @@ def test_replayed_rounds_are_those_of_real_generation(target, answers, end, list
         drafter = copy.deepcopy(drafter)
         drafter.config.draft_vocab_size = listed
         with_some_tokens(drafter)
-    ended = answers[0]["answer_ids"][11]
+    ended = answers[0]["response_ids"][11]
     rows, eos = answers[:4], None
     if end:
         eos = ended
@@ -523,7 +523,7 @@ def test_replayed_rounds_are_those_of_real_generation(target, answers, end, list
     assert real.num_accepted > 5
     assert replayed.acceptance_lengths == real.acceptance_lengths
     assert replayed.accepted == real.accepted and replayed.drafted == real.drafted
-    assert len(forced) == sum(len(row["answer_ids"]) - 1 for row in rows)
+    assert len(forced) == sum(len(row["response_ids"]) - 1 for row in rows)
     assert 0.1 < first < 1
 
 
@@ -558,7 +558,7 @@ def answered(target, prompts: list[list[int]], limit: int) -> list[dict]:
     """Greedy answers, as `regenerate` writes them."""
     texts = LocalTarget(target, SimpleNamespace(pad_token_id=0), limit, {"do_sample": False}, 2).answer(prompts, 0)
     return [
-        {"id": f"a-{i}", "turn": 0, "prompt_ids": prompt, "answer_ids": ids, "max_new_tokens": limit}
+        {"id": f"a-{i}", "turn": 0, "prompt_ids": prompt, "response_ids": ids, "max_new_tokens": limit}
         for i, (prompt, ids) in enumerate(zip(prompts, texts))
     ]
 
@@ -590,17 +590,17 @@ def test_replay_is_generation_under_the_targets_generation_config(target, answer
     ],
 )
 def test_what_replay_cannot_follow_is_refused_by_name(target, answers, fields, sentence):
-    ids = answers[0]["answer_ids"]
+    ids = answers[0]["response_ids"]
     named = {"inside": ids[3], "last": ids[-1]}
-    row = answers[0] | {"answer_ids": ids[: ids.index(ids[-1]) + 1]}
+    row = answers[0] | {"response_ids": ids[: ids.index(ids[-1]) + 1]}
     with generating_with(target, **{name: named.get(value, value) for name, value in fields.items()}):
         with pytest.raises(ValueError, match=sentence):
             evaluation.replay(target, tiny_drafter(), [row])
 
 
 def cut_at(row: dict, token: int) -> dict:
-    ids = row["answer_ids"]
-    return row | {"answer_ids": ids[: ids.index(token) + 1] if token in ids else ids}
+    ids = row["response_ids"]
+    return row | {"response_ids": ids[: ids.index(token) + 1] if token in ids else ids}
 
 
 _half_trained = {}
@@ -676,7 +676,7 @@ def test_muon_takes_matrices_and_adamw_the_rest():
 
 def vary(rows: list[dict]) -> list[dict]:
     """Answers of different lengths, so that grouping by length has something to do."""
-    return [row | {"answer_ids": row["answer_ids"][: 10 + 2 * i]} for i, row in enumerate(rows)]
+    return [row | {"response_ids": row["response_ids"][: 10 + 2 * i]} for i, row in enumerate(rows)]
 
 
 class StopAt(TrainerCallback):
@@ -805,7 +805,7 @@ def test_pitfall_79_the_loss_falls_on_the_coloured_answer_and_on_no_word_of_the_
     prompt = encode(tokenizer, {"messages": [{"role": "user", "content": "w3 w4"}]}, [], False)
     assert tokenizer.convert_ids_to_tokens(prompt[-4:]) == ["<start>", "assistant", "<think>", "</think>"]
     answer = tokenizer("w5 w6 w7").input_ids + [tokenizer.eos_token_id]
-    row = {"id": "a", "turn": 0, "prompt_ids": prompt, "answer_ids": answer}
+    row = {"id": "a", "turn": 0, "prompt_ids": prompt, "response_ids": answer}
     rows = rows_of(batch_of([row]))
     anchors = torch.arange(len(prompt), len(prompt) + 3)[None]  # every place that has a successor
     labels, supervised = block_labels(rows, anchors, torch.ones_like(anchors, dtype=torch.bool), BLOCK)
@@ -863,9 +863,9 @@ def test_a_run_stops_before_the_step_that_meets_an_overflow_and_names_the_exampl
     """One example of eight has a token with infinite states; it is found in any row of any batch, and no weight changes."""
     rows = [row_of(6, 12, seed, f"prompt-{seed}") for seed in range(8)]
     for row in rows:
-        row["answer_ids"] = [token if token != 90 else 91 for token in row["answer_ids"]]
+        row["response_ids"] = [token if token != 90 else 91 for token in row["response_ids"]]
         row["prompt_ids"] = [token if token != 90 else 91 for token in row["prompt_ids"]]
-    rows[5]["answer_ids"][3] = 90
+    rows[5]["response_ids"][3] = 90
     broken = overflowing(target, 90, float("inf"))
     sentence = r"hidden states at layers \[0, 1, 2\] are not finite .* in float32, on example 'prompt-5' \(turn 0\)\."
     if offline:
@@ -928,7 +928,7 @@ def test_drafts_that_are_not_finite_agree_with_nothing_in_replay(target, answers
     drafter = tiny_drafter()
     with torch.no_grad():
         drafter.norm.weight.fill_(float("nan"))
-    row = answers[0] | {"answer_ids": [0] * 12}
+    row = answers[0] | {"response_ids": [0] * 12}
     replayed, forced, first = evaluation.replay(target, drafter, [row])
     assert (replayed.num_accepted, first) == (0, 0.0) and set(forced) == {1}
 
@@ -1082,7 +1082,7 @@ def test_two_runs_that_fill_one_folder_take_turns(tmp_path, target, answers, mon
 
 
 def whole_features(target, row: dict) -> torch.Tensor:
-    ids = torch.tensor([row["prompt_ids"] + row["answer_ids"]])
+    ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
     return tapped_features(target, ids, torch.ones_like(ids), [0, 1, 2])[0]
 
 

@@ -28,7 +28,7 @@ def pair(tmp_path, monkeypatch):
     tiny_drafter(num_target_layers=8, mask_token_id=95).save_pretrained(tmp_path / "drafter")
     rows = answers_of(target, 6, answer=12)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    bare = [{"id": row["id"], "answer_ids": row["answer_ids"]} for row in rows]
+    bare = [{"id": row["id"], "response_ids": row["response_ids"]} for row in rows]
     (tmp_path / "bare.jsonl").write_text("".join(json.dumps(row) + "\n" for row in bare))
     return rows
 
@@ -44,7 +44,7 @@ def test_frequent_tokens_come_first_and_lower_ids_among_equals():
 def test_a_trained_drafter_gets_a_list_in_another_folder(pair):
     result = invoke("vocabulary", "drafter", "listed", "--responses", "bare.jsonl", "--size", 5)
     assert result.exit_code == 0, result.output
-    expected = frequent_tokens([row["answer_ids"] for row in pair], 5)
+    expected = frequent_tokens([row["response_ids"] for row in pair], 5)
     assert f"listed {expected}" in " ".join(result.output.split())
     before, after = (DFlashDraftModel.from_pretrained(name) for name in ("drafter", "listed"))
     assert before.d2t is None and (after.d2t + torch.arange(5)).equal(expected.token_ids)
@@ -63,7 +63,7 @@ def test_a_trained_drafter_gets_a_list_in_another_folder(pair):
     ),
 )
 def test_what_no_list_is_made_of(arguments, sentence, pair, tmp_path):
-    (tmp_path / "other.jsonl").write_text('{"id": "x", "answer_ids": [5, 400]}\n')
+    (tmp_path / "other.jsonl").write_text('{"id": "x", "response_ids": [5, 400]}\n')
     (tmp_path / "empty.jsonl").write_text("")
     result = invoke("vocabulary", *arguments)
     assert result.exit_code != 0 and sentence in f"{result.exception} {result.output}"
@@ -80,7 +80,7 @@ def test_training_makes_a_list_that_a_warm_start_keeps(pair):
     assert "drafts from 7 of the" in fresh.output
     trained = DFlashDraftModel.from_pretrained("run/drafter")
     assert len(trained.d2t) == trained.config.draft_vocab_size == 7
-    responses = [row["answer_ids"] for row in pair]
+    responses = [row["response_ids"] for row in pair]
     assert {*(trained.d2t + torch.arange(7)).tolist()} <= {token for response in responses for token in response}
     warm = invoke(*run, "--output", "warm", "--drafter", "run/drafter")
     assert warm.exit_code == 0, f"{warm.exception} {warm.output}"

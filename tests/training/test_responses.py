@@ -13,12 +13,12 @@ from dflash_hub.common.chat import encode
 from dflash_hub.common.identity import identify, same_target
 from dflash_hub.common.prompts import read_prompts
 from dflash_hub.common.server import Server
-from dflash_hub.training.answers import (
+from dflash_hub.training.responses import (
     LocalTarget,
     RemoteTarget,
-    answer_settings,
-    read_answers,
+    read_responses,
     regenerate,
+    response_settings,
     text_settings,
 )
 from dflash_hub.training.train import other_text_settings
@@ -45,23 +45,23 @@ def run(folder, target, tokenizer, prompts, source=None, max_new_tokens=10, samp
     sampling = sampling or {"do_sample": False}
     source = source or LocalTarget(target, tokenizer, max_new_tokens, sampling, batch_size)
     generation = {"max_new_tokens": max_new_tokens, **sampling}
-    settings = answer_settings("tiny", identify(target), tokenizer, None, generation)
+    settings = response_settings("tiny", identify(target), tokenizer, None, generation)
     return regenerate(folder, source, tokenizer, prompts, settings, **kwargs)
 
 
 def test_pitfall_81_answers_are_the_targets_greedy_text_with_exact_ids(tmp_path, target, tokenizer):
     counts = run(tmp_path, target, tokenizer, prompts_of(11))
-    rows = read_answers(tmp_path / "answers.jsonl")
+    rows = read_responses(tmp_path / "responses.jsonl")
     assert counts["answers"] == len(rows) == 11 and counts["failures"] == 0
-    assert counts["answer_tokens"] == sum(len(row["answer_ids"]) for row in rows)
+    assert counts["answer_tokens"] == sum(len(row["response_ids"]) for row in rows)
     ended = 0
     for row in rows:
         prompt = next(p for p in prompts_of(11) if p["id"] == row["id"])
         assert row["prompt_ids"] == encode(tokenizer, prompt, [], None)
         text = target.generate(torch.tensor([row["prompt_ids"]]), max_new_tokens=10, do_sample=False)
-        assert text[0, len(row["prompt_ids"]) :].tolist() == row["answer_ids"]
-        ended += row["answer_ids"][-1] == END
-        assert END not in row["answer_ids"][:-1]
+        assert text[0, len(row["prompt_ids"]) :].tolist() == row["response_ids"]
+        ended += row["response_ids"][-1] == END
+        assert END not in row["response_ids"][:-1]
     assert 0 < ended < 11
 
 
@@ -108,11 +108,11 @@ def test_what_the_targets_generation_config_adds_is_recorded(target):
 def test_later_turns_are_answered_on_the_models_own_history(tmp_path, target, tokenizer):
     prompts = prompts_of(3, turns=2)
     run(tmp_path, target, tokenizer, prompts)
-    rows = {(row["id"], row["turn"]): row for row in read_answers(tmp_path / "answers.jsonl")}
+    rows = {(row["id"], row["turn"]): row for row in read_responses(tmp_path / "responses.jsonl")}
     assert len(rows) == 6
     for prompt in prompts:
         first, second = rows[prompt["id"], 0], rows[prompt["id"], 1]
-        ids = first["answer_ids"]
+        ids = first["response_ids"]
         answer = tokenizer.decode(ids[:-1] if ids[-1] == END else ids)
         history = [prompt["messages"][0], {"role": "assistant", "content": answer}, prompt["messages"][1]]
         expected = tokenizer.apply_chat_template(history, add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -132,16 +132,16 @@ def test_an_interrupted_run_continues_and_loses_no_row(tmp_path, target, tokeniz
     source = Interrupted(target, tokenizer, 10, {"do_sample": False}, 4)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, target, tokenizer, prompts_of(16), source)
-    path = tmp_path / "answers.jsonl"
-    assert len(read_answers(path)) == 8
+    path = tmp_path / "responses.jsonl"
+    assert len(read_responses(path)) == 8
     path.write_text(path.read_text() + '{"id": "p-9", "answer_')  # a line that was cut
     before = path.read_bytes()
-    assert len(read_answers(path)) == 8 and path.read_bytes() == before, "a reader changes nothing"
+    assert len(read_responses(path)) == 8 and path.read_bytes() == before, "a reader changes nothing"
     counts = run(tmp_path, target, tokenizer, prompts_of(16))
-    assert counts["answers"] == 16 and len(read_answers(path)) == 16
+    assert counts["answers"] == 16 and len(read_responses(path)) == 16
     run(tmp_path / "whole", target, tokenizer, prompts_of(16))
-    whole = {row["id"]: row["answer_ids"] for row in read_answers(tmp_path / "whole" / "answers.jsonl")}
-    assert {row["id"]: row["answer_ids"] for row in read_answers(path)} == whole
+    whole = {row["id"]: row["response_ids"] for row in read_responses(tmp_path / "whole" / "responses.jsonl")}
+    assert {row["id"]: row["response_ids"] for row in read_responses(path)} == whole
 
 
 def test_other_settings_and_repeated_ids_are_refused(tmp_path, target, tokenizer):
@@ -154,7 +154,7 @@ def test_other_settings_and_repeated_ids_are_refused(tmp_path, target, tokenizer
         run(tmp_path, other, tokenizer, prompts_of(2))
     with pytest.raises(ValueError, match="several prompts have the id 'p-0'"):
         run(tmp_path / "x", target, tokenizer, prompts_of(1) * 2)
-    moved = answer_settings(
+    moved = response_settings(
         "elsewhere",
         identify(target) | {"name": "elsewhere"},
         tokenizer,
@@ -186,25 +186,27 @@ def test_sampled_answers_differ_from_greedy_and_repeat_with_the_seed(tmp_path, t
     texts = []
     for name in ("a", "b"):
         run(tmp_path / name, target, tokenizer, prompts_of(6), sampling=sampling)
-        texts.append((tmp_path / name / "answers.jsonl").read_text())
+        texts.append((tmp_path / name / "responses.jsonl").read_text())
     run(tmp_path / "greedy", target, tokenizer, prompts_of(6))
-    assert texts[0] == texts[1] != (tmp_path / "greedy" / "answers.jsonl").read_text()
+    assert texts[0] == texts[1] != (tmp_path / "greedy" / "responses.jsonl").read_text()
 
 
 def test_answers_without_prompts_are_joined_with_them_by_id(tmp_path, target, tokenizer):
     run(tmp_path, target, tokenizer, prompts_of(4))
-    rows = read_answers(tmp_path / "answers.jsonl")
+    rows = read_responses(tmp_path / "responses.jsonl")
     compact = tmp_path / "compact.jsonl"
-    compact.write_text("".join(json.dumps({"id": r["id"], "answer_ids": r["answer_ids"]}) + "\n" for r in rows))
-    joined = read_answers(compact, {row["id"]: row for row in prompts_of(4)}, tokenizer)
+    compact.write_text("".join(json.dumps({"id": r["id"], "response_ids": r["response_ids"]}) + "\n" for r in rows))
+    joined = read_responses(compact, {row["id"]: row for row in prompts_of(4)}, tokenizer)
     assert [row | {"messages_sha256": r["messages_sha256"]} for row, r in zip(joined, rows, strict=True)] == rows
     with pytest.raises(ValueError, match=r"compact.jsonl, line 1: row 'p-\d' has no `prompt_ids`"):
-        read_answers(compact)
+        read_responses(compact)
     compact.write_text('{"id": "p-0"}\n')
-    with pytest.raises(ValueError, match="line 1: expected a row with `id` and `answer_ids`"):
-        read_answers(compact)
-    compact.write_text((tmp_path / "answers.jsonl").read_text().rstrip("\n"))  # complete, without a newline at the end
-    assert read_answers(compact) == rows
+    with pytest.raises(ValueError, match="line 1: expected a row with `id` and `response_ids`"):
+        read_responses(compact)
+    compact.write_text(
+        (tmp_path / "responses.jsonl").read_text().rstrip("\n")
+    )  # complete, without a newline at the end
+    assert read_responses(compact) == rows
 
 
 def test_prompts_from_files_and_data_sets(tmp_path, monkeypatch):
@@ -278,8 +280,8 @@ def test_a_server_answers_with_ids_or_text(tmp_path, target, tokenizer, token_id
         engine = Server(url, None)
         source = RemoteTarget(engine, tokenizer, 10, {"do_sample": False}, 3)
         counts = run(tmp_path, target, tokenizer, prompts_of(7), source)
-    rows = read_answers(tmp_path / "answers.jsonl")
-    assert {tuple(row["answer_ids"]) for row in rows} == {(8, 9, END)}
+    rows = read_responses(tmp_path / "responses.jsonl")
+    assert {tuple(row["response_ids"]) for row in rows} == {(8, 9, END)}
     assert source.retokenized == (0 if token_ids else len(rows))
     assert counts["failures"] == 7 - len(rows) == 2
     assert "answered 500" in (tmp_path / "failures.jsonl").read_text()
@@ -304,33 +306,33 @@ def test_lines_end_where_a_newline_is(tmp_path):
     row = {"id": 7, "messages": [{"role": "user", "content": "one\u2028two\x85three"}]}
     (tmp_path / "p.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
     assert read_prompts(str(tmp_path / "p.jsonl")) == [row | {"id": "7"}]
-    answer = {"id": 7, "turn": 0, "prompt_ids": [1], "answer_ids": [2, 3], "note": "\u2028"}
+    answer = {"id": 7, "turn": 0, "prompt_ids": [1], "response_ids": [2, 3], "note": "\u2028"}
     (tmp_path / "a.jsonl").write_text(json.dumps(answer, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert read_answers(tmp_path / "a.jsonl") == [answer | {"id": "7"}]
+    assert read_responses(tmp_path / "a.jsonl") == [answer | {"id": "7"}]
 
 
-@pytest.mark.parametrize("field", ["prompt_ids", "answer_ids"])
+@pytest.mark.parametrize("field", ["prompt_ids", "response_ids"])
 @pytest.mark.parametrize(
     ("value", "shown"),
     [("abc", "'abc'"), ([1, "2"], "'2' at place 1"), ([-3], "-3 at place 0"), ([1.0], "1.0 at place 0")],
 )
 def test_answers_that_are_no_token_ids_are_named(tmp_path, field, value, shown):
-    row = {"id": "a", "turn": 0, "prompt_ids": [1], "answer_ids": [2, 3]} | {field: value}
+    row = {"id": "a", "turn": 0, "prompt_ids": [1], "response_ids": [2, 3]} | {field: value}
     (tmp_path / "a.jsonl").write_text("\n" + json.dumps(row) + "\n" + json.dumps(row) + "\n")
     with pytest.raises(ValueError, match=rf"a.jsonl, line 2: `{field}` must be token ids, got {shown}"):
-        read_answers(tmp_path / "a.jsonl")
+        read_responses(tmp_path / "a.jsonl")
 
 
 def test_empty_answers_and_blank_lines_are_read_and_broken_lines_shown(tmp_path):
-    rows = [{"id": str(i), "turn": 0, "prompt_ids": [1], "answer_ids": ids} for i, ids in enumerate(([2, 3], []))]
+    rows = [{"id": str(i), "turn": 0, "prompt_ids": [1], "response_ids": ids} for i, ids in enumerate(([2, 3], []))]
     path = tmp_path / "a.jsonl"
     path.write_text("\ufeff\n" + "\n\n".join(map(json.dumps, rows)) + "\n\n", encoding="utf-8")
-    assert read_answers(path) == rows  # the empty one is left out of training, and counted, see `usable_rows`
-    path.write_text(json.dumps(rows[0]) + '\n{"id": "b", "answer_ids": [4, 5, }\n' + json.dumps(rows[0]) + "\n")
+    assert read_responses(path) == rows  # the empty one is left out of training, and counted, see `usable_rows`
+    path.write_text(json.dumps(rows[0]) + '\n{"id": "b", "response_ids": [4, 5, }\n' + json.dumps(rows[0]) + "\n")
     with pytest.raises(
         ValueError, match=r"a.jsonl, line 2: expected a row of JSON, got '.*\[4, 5, }' \(Expecting value\)"
     ):
-        read_answers(path)
+        read_responses(path)
 
 
 def test_a_target_is_known_by_its_weights_and_its_rope():

@@ -1,9 +1,9 @@
 """`dflash-hub regenerate`: the target answers prompts in its own words, which are what a drafter has to learn.
 
-A folder of answers holds `settings.json` (which target, template, thinking mode and sampling), `answers.jsonl` and, where
-there are some, `failures.jsonl`. A row of `answers.jsonl` is one answer:
+A folder of responses holds `settings.json` (which target, template, thinking mode and sampling), `responses.jsonl` and, where
+there are some, `failures.jsonl`. 0.1.0 named file and field `answers.jsonl` and `answer_ids`; both are read. A row is one response:
 
-    {"id": "gsm8k-17", "turn": 0, "prompt_ids": [...], "answer_ids": [...], "messages_sha256": "..."}
+    {"id": "gsm8k-17", "turn": 0, "prompt_ids": [...], "response_ids": [...], "messages_sha256": "..."}
 
 with the exact token ids, so the boundary between prompt and answer is exact. `prompt_ids` of a later turn hold the whole
 conversation so far, the target's own answers in it. An answer that does not end with an end token was cut at the limit.
@@ -194,9 +194,10 @@ def regenerate(
     if again := repeated(row["id"] for row in prompts):
         raise ValueError(f"several prompts have the id {again[0]!r}, so their answers could not be told apart.")
     _open_folder(output, settings)
-    drop_cut_line(output / "answers.jsonl")
-    kept = read_answers(output / "answers.jsonl")
-    answers = {(row["id"], row["turn"]): row["answer_ids"] for row in kept}
+    path = responses_file(output)
+    drop_cut_line(path)
+    kept = read_responses(path)
+    answers = {(row["id"], row["turn"]): row["response_ids"] for row in kept}
     turns = {row["id"]: turns_of(row["messages"]) for row in prompts}
     check_same_prompts(output, kept, prompts, turns)
     failures = list(left_out)
@@ -211,7 +212,7 @@ def regenerate(
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "[{task.fields[speed]:.0f} tokens/s]",
                TimeRemainingColumn())  # fmt: skip
     with (
-        (output / "answers.jsonl").open("a", encoding="utf-8") as file,
+        path.open("a", encoding="utf-8") as file,
         SteadyProgress(*[TextColumn(c) if isinstance(c, str) else c for c in columns]) as bar,
     ):
         for turn in range(max(map(len, turns.values()))):
@@ -227,7 +228,7 @@ def regenerate(
                         continue
                     answers[row_id, turn] = ids
                     tokens += len(ids)
-                    row = {"id": row_id, "turn": turn, "prompt_ids": prompt_ids, "answer_ids": ids}
+                    row = {"id": row_id, "turn": turn, "prompt_ids": prompt_ids, "response_ids": ids}
                     row["messages_sha256"] = messages_digest(prompt, turn)
                     file.write(json.dumps(row, separators=(",", ":")) + "\n")
                 file.flush()
@@ -303,12 +304,18 @@ def batches_by_length(rows: list[tuple], batch_size: int):
             yield part[first : first + batch_size]
 
 
-def read_answers(path: Path, prompts: dict[str, dict] | None = None, tokenizer=None, thinking=None) -> list[dict]:
-    """All rows of a file of answers, see `iterate_answers`; none where there is no file."""
-    return list(iterate_answers(path, prompts, tokenizer, thinking)) if path.exists() else []
+def responses_file(folder: Path) -> Path:
+    """Return the file of responses in a folder of `regenerate`; one of 0.1.0 goes on under its name."""
+    earlier = folder / "answers.jsonl"
+    return earlier if earlier.exists() else folder / "responses.jsonl"
 
 
-def iterate_answers(
+def read_responses(path: Path, prompts: dict[str, dict] | None = None, tokenizer=None, thinking=None) -> list[dict]:
+    """All rows of a file of answers, see `iterate_responses`; none where there is no file."""
+    return list(iterate_responses(path, prompts, tokenizer, thinking)) if path.exists() else []
+
+
+def iterate_responses(
     path: Path, prompts: dict[str, dict] | None = None, tokenizer=None, thinking=None, with_prompts: bool = True
 ) -> Iterator[dict]:
     """Rows of a file of answers, one at a time. The last line may have been cut by an interruption, or be in the writing: it is left out.
@@ -331,9 +338,11 @@ def iterate_answers(
                 break
             around = line[max(0, error.pos - 40) : error.pos + 40]
             raise ValueError(f"{path}, line {number}: expected a row of JSON, got {around!r} ({error.msg}).") from None
-        if not isinstance(row, dict) or "id" not in row or "answer_ids" not in row:
+        if isinstance(row, dict) and "answer_ids" in row:  # as 0.1.0 wrote it
+            row.setdefault("response_ids", row.pop("answer_ids"))
+        if not isinstance(row, dict) or "id" not in row or "response_ids" not in row:
             found = f"the fields {sorted(row)}" if isinstance(row, dict) else repr(line[:80])
-            raise ValueError(f"{path}, line {number}: expected a row with `id` and `answer_ids`, got {found}.")
+            raise ValueError(f"{path}, line {number}: expected a row with `id` and `response_ids`, got {found}.")
         row["id"] = str(row["id"])
         row.setdefault("turn", 0)
         if "prompt_ids" not in row and with_prompts:
@@ -343,9 +352,9 @@ def iterate_answers(
                     "pass the file that it came from."
                 )
             row["prompt_ids"] = encode(tokenizer, prompts[row["id"]], [], thinking)
-        for name in ("prompt_ids", "answer_ids") if with_prompts else ("answer_ids",):
+        for name in ("prompt_ids", "response_ids") if with_prompts else ("response_ids",):
             # An empty response is one that is left out of training, and counted there.
-            if (wrong := not_ids(row[name])) and (name, row[name]) != ("answer_ids", []):
+            if (wrong := not_ids(row[name])) and (name, row[name]) != ("response_ids", []):
                 raise ValueError(f"{path}, line {number}: `{name}` must be token ids, got {wrong}.")
         yield row
 
@@ -366,7 +375,7 @@ def drop_cut_line(path: Path):
             file.truncate(text.rfind(b"\n") + 1)
 
 
-def answer_settings(target: str, identity: dict | None, tokenizer, thinking: bool | None, generation: dict) -> dict:
+def response_settings(target: str, identity: dict | None, tokenizer, thinking: bool | None, generation: dict) -> dict:
     """What defines a folder of answers."""
     return {
         "target": target,
