@@ -455,7 +455,10 @@ def test_the_command_from_start_to_compare(models):
         "--count", "2", "--first", "--methods", "baseline,ours", "--max-new-tokens", "8",
     ]  # fmt: skip
     first = subprocess.run([*arguments, "--output", "a"], cwd=models, capture_output=True, text=True, timeout=300)
-    assert first.returncode == 0 and "next: dflash-hub bench --compare a" in first.stdout, first.stderr
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.splitlines()[-1].startswith("next: dflash-hub bench") and "--compare a" in first.stdout, (
+        first.stdout
+    )
     second = subprocess.run(
         [*arguments, "--output", "b", "--compare", "a"], cwd=models, capture_output=True, text=True, timeout=300
     )

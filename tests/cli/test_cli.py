@@ -47,7 +47,7 @@ def test_training_options_are_those_of_the_dataclass():
     commands = get_command(app).commands
     fields = {field.name: field for field in dataclasses.fields(TrainOptions)}
     train = {option.name: option for option in commands["train"].params}
-    assert train.keys() == fields.keys() - {"arguments"} | {"argument", "config", "license", "resume"}
+    assert train.keys() == fields.keys() - {"arguments"} | {"argument", "config", "dry_run", "license", "resume"}
     for name in train.keys() & fields.keys() - {"target"}:
         field, option = fields[name], train[name]
         assert option.help and option.required == (name in ("responses", "output"))
