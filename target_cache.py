@@ -73,6 +73,7 @@ class CacheRollback:
         except BaseException:
             self.close()
             raise
+        self.noting = [part for part in self.parts if type(part).before is not _Croppable.before]
         # Passes of few different lengths, where every length may be compiled.
         self.fixed_lengths = bool(cache.is_compileable)
         self.moves_rows = not cache.offloading and all(_moves_rows(layer) for layer in cache.layers)
@@ -108,7 +109,7 @@ class CacheRollback:
     @contextmanager
     def verifying(self):
         """Around a pass whose tokens may be rejected."""
-        for part in self.parts:
+        for part in self.noting:
             part.before()
         if self.recurrent is None:
             yield

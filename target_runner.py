@@ -7,6 +7,7 @@ Legend of shapes: B sequences, V vocabulary.
 
 import inspect
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from transformers import PreTrainedModel
@@ -41,16 +42,16 @@ class Path:
         """Take the first `counts[r]` rows of each sequence."""
         return cls([[*range(count)] for count in counts], fed)
 
-    @property
+    @cached_property
     def counts(self) -> list[int]:
         """By sequence, how many rows it keeps."""
         return [len(rows) for rows in self.rows]
 
-    @property
+    @cached_property
     def longest(self) -> int:
         return max(self.counts)
 
-    @property
+    @cached_property
     def branches(self) -> bool:
         """Whether rows between the kept ones are left out, as on a path of a tree."""
         return any(rows and rows[-1] != len(rows) - 1 for rows in self.rows)
