@@ -31,11 +31,13 @@ def best_first(log_probs: list, num_nodes: int) -> tuple[list[int], list[int], l
         row = log_probs[depth][before]
         return sorted(((value, -rank) for rank, value in enumerate(row)), reverse=True)
 
-    independent = not isinstance(log_probs[0][0], list)
-    by_depth = [[(value, -rank) for rank, value in enumerate(row)] for row in log_probs] if independent else []
+    by_depth = [
+        None if isinstance(row[0], list) else sorted(((v, -rank) for rank, v in enumerate(row)), reverse=True)
+        for row in log_probs
+    ]
 
     def candidates(depth: int, before: int) -> list[tuple[float, int]]:
-        return by_depth[depth] if independent else sorted_candidates(depth, before)
+        return sorted_candidates(depth, before) if by_depth[depth] is None else by_depth[depth]
 
     depths, ranks, parents, scores = [], [], [], []
     # An entry: (-score, depth, sibling number, parent's index, parent's score, the siblings).

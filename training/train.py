@@ -501,7 +501,8 @@ def fresh_drafter(options: TrainOptions, output: Path) -> DFlashDraftModel:
 
 def fresh_shape(options: TrainOptions) -> dict:
     names = ("layers", "block_size", "method", "target_layers", "window", "mask_token", "from_target_layers", "seed")
-    return {name: getattr(options, name) for name in names}
+    stated = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in stated.items() if (name, value) != ("method", None)}
 
 
 def warm_drafter(options: TrainOptions) -> DFlashDraftModel:

@@ -221,7 +221,7 @@ def test_bad_arguments_end_with_a_sentence_and_leave_nothing(tmp_path, target, m
         assert result.exit_code and sentence in str(result.exception), sentence
     assert (tmp_path / "there.gguf").read_text() == "mine"
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ValueError, match=r"pip install 'dflash-hub\[gguf\]'"):
+    with pytest.raises(ValueError, match="pip install gguf"):
         export_drafter(str(tmp_path / "ours"), tmp_path / "d.gguf", "gguf", target=target)
     assert {path.name for path in tmp_path.iterdir()} == {"ours", "words", "there.gguf"}
 

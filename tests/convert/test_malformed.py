@@ -52,8 +52,16 @@ def loop(name: str):
 
 
 def index(weight_map):
+    return indexed(json.dumps({"weight_map": weight_map}))
+
+
+def indexed(text: str):
+    """Write an index; the weights get another name, since a whole file is read before any index."""
+
     def break_it(folder):
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        if (folder / "model.safetensors").exists():
+            (folder / "model.safetensors").rename(folder / "part.safetensors")
+        (folder / "model.safetensors.index.json").write_text(text)
 
     return break_it
 
@@ -106,7 +114,7 @@ BROKEN = {
     "a link to itself as weights": (loop("model.safetensors"), "no model.safetensors"),
     "an index that leaves the folder": (index({"fc.weight": "../../etc/passwd"}), "names a file outside of its folder"),
     "an index to a missing shard": (index({"fc.weight": "model-00001-of-00009.safetensors"}), "names model-00001-of-00009"),
-    "an index that promises too much": (index({"fc.weight": "model.safetensors", "x": "model.safetensors"}), "x is in the index|is in the file"),
+    "an index that promises too much": (index({"fc.weight": "part.safetensors", "x": "part.safetensors"}), "x is in the index|is in the file"),
     "an index of numbers": (index({"fc.weight": 3}), "has no `weight_map`"),
     "a negative window": (
         lambda f: change_config(f, layer_types=["sliding_attention"] * 2, use_sliding_window=True, sliding_window=-4),
@@ -279,15 +287,15 @@ def head(folder, change):
 
 BROKEN_TARGETS = {
     "truncated weights": (BROKEN["truncated weights"][0], "model.safetensors is unreadable"),
-    "an index without a map": (write("model.safetensors.index.json", "{}"), "has no `weight_map`"),
-    "an index that is a list": (write("model.safetensors.index.json", "[]"), "must hold a JSON object"),
+    "an index without a map": (indexed("{}"), "has no `weight_map`"),
+    "an index that is a list": (indexed("[]"), "must hold a JSON object"),
     "an index that leaves the folder": (index({"lm_head.weight": "../x.safetensors"}), "names a file outside of its folder"),
     "an index to nowhere": (
         index({"lm_head.weight": "no.safetensors", "model.embed_tokens.weight": "no.safetensors"}), "no.safetensors"
     ),
     "an index that promises too much": (
-        lambda f: (index({"lm_head.weight": "model.safetensors", "model.embed_tokens.weight": "model.safetensors"})(f),
-                   resave(f, lambda t: {n: v for n, v in t.items() if n != "lm_head.weight"})),
+        lambda f: (resave(f, lambda t: {n: v for n, v in t.items() if n != "lm_head.weight"}),
+                   index({"lm_head.weight": "part.safetensors", "model.embed_tokens.weight": "part.safetensors"})(f)),
         "lm_head.weight is in the index, but not in the file",
     ),
     "a head of integers": (lambda f: head(f, lambda t: t.to(torch.int8)), "lm_head.weight of the target .* is I8; expected one of"),

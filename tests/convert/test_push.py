@@ -232,7 +232,7 @@ def test_inspect_reads_every_format_and_says_what_is_odd(tmp_path):
     text = describe(read_drafter(str(tmp_path / "ours")))
     for part in (
         "1 sliding (window 4), causal in the block, 1 full, bidirectional in the block", "no target is recorded",
-        "the taps are not in order", "the mask token is also `pad_token_id`", "the window 4 is shorter than a block",
+        "the target layers are not in order", "the mask token is also `pad_token_id`", "the window 4 is shorter than a block",
         "code that differs from the installed dflash-hub's: target_model.py, custom_generate/generate.py, "
         "custom_generate/more.py;",
         "auto_map is {'AutoModel': 'else--where.Model'}", "no training_record.json",

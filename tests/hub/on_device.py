@@ -204,7 +204,9 @@ def test_a_round_waits_for_the_device_once(gpu, case):
 def test_check_and_regenerate(device, pair_folders):
     pair = Pair(*pair_folders, "float32")
     target, drafter = pair.target.to(device), pair.drafter.to(device)
-    findings = check(drafter, target, pair.tokenizer, [[{"role": "user", "content": "How many?"}]], None, None)
+    findings = check(
+        drafter, target, pair.tokenizer, [{"messages": [{"role": "user", "content": "How many?"}]}], None, None
+    )
     # An untrained drafter: all but its acceptance is right.
     assert [finding.name for finding in findings if finding.ok is False] == ["acceptance", "likely cause"]
     answers = LocalTarget(target, pair.tokenizer, 8, {}, 2).answer([[5, 6, 7], [8, 9]], seed=0)

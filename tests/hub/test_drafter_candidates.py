@@ -127,7 +127,7 @@ def test_a_chat_turn_in_chunks():
         assert 0 < drafter.last_speculation.num_accepted < drafter.last_speculation.num_drafted
         drafter = scripted(drafter, "random")
         turn = greedy(target, prompt_of(12), max_new_tokens=10, return_dict_in_generate=True, **earlier)
-        greedy(target, whole, max_new_tokens=16, **kwargs | {CACHE: turn[CACHE]})
+        greedy(target, whole, max_new_tokens=16, **kwargs | {CACHE: turn[CACHE], "assistant_model": drafter})
         assert drafter.last_speculation.accepted == counts
 
 

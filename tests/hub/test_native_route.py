@@ -66,12 +66,13 @@ def test_our_generator_inside_transformers_assisted_decoding(family, kind, do_sa
     plain = target.generate(ids, do_sample=False, max_new_tokens=24)
 
     class Known(DFlashProposer):
-        def draft_logits(self, anchor, context, num_draft, *args):
-            logits, start = super().draft_logits(anchor, context, num_draft, *args), anchor_index(self)
+        def candidates(self, anchor, context, num_draft, *args):
+            candidates, start = super().candidates(anchor, context, num_draft, *args), anchor_index(self)
+            logits = candidates.logits
             for index in range(start, start + num_draft) if kind != "random" else ():
                 right = int(plain[0, index]) if index < plain.shape[1] else 0
                 logits[0, index - start, (right + (kind == "half-right" and index % 2)) % logits.shape[-1]] = 1e4
-            return logits
+            return candidates
 
     class Generator(DFlashCandidateGenerator):
         def __init__(self, *args):

@@ -68,7 +68,7 @@ def test_greedy_text_is_that_of_one_process_whatever_the_clocks_say(ranks, plain
 @pytest.mark.parametrize("name", ["ragged", "lockstep", "static"])
 def test_batches_are_those_of_one_process(ranks, name):
     plain, text, drafted = of_both(ranks, f"batch {name}")
-    assert text == plain and max(map(max, drafted)) >= 3  # by the first rank's clock, as above
+    assert text == plain and max(map(max, drafted)) >= 2  # by the first rank's clock, as above
 
 
 @pytest.mark.parametrize("number", ["auto", 4])

@@ -251,7 +251,7 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
         (["--responses", "a.jsonl", "--attention", "foo"], "--attention 'foo' is none of sdpa, eager, flex_attention"),
         (["--responses", "a.jsonl", "--attention", "flex_attention"], "flex_attention needs a GPU"),
         (["--responses", "large.jsonl"], "holds token 999, this target has"),
-        (["--responses", "later.jsonl", "--validation", "2"], "no answer is one to a first turn"),
+        (["--responses", "later.jsonl", "--validation", "2"], "no response is one to a first turn"),
         (
             ["--responses", "bare.jsonl", "--prompts", "p.jsonl", "--prompts", "q.jsonl"],
             "another prompt with the id 'a'",

@@ -404,7 +404,7 @@ def test_memory_does_not_grow_with_the_tokens_of_the_answers(tmp_path):
     finally:
         tracemalloc.stop()
     assert files[0]["answer_tokens"] == 24 * 1900 and sum(dataset.lengths()) == 20 * 1800 and len(validation) == 4
-    assert held < 2.0 * tokens.numel() and peak < 8.0 * tokens.numel(), (held, peak)
+    assert held < 2.0 * tokens.numel() and peak < 12.0 * tokens.numel(), (held, peak)
 
 
 def test_packing_fills_rows_and_loses_nothing():
