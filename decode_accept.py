@@ -98,11 +98,14 @@ class Acceptance:
             for group in state.groups:  # what will be rejected lies behind the text's end
                 state.text.write_ahead(group, both[group, -count - 1 :])
         fetched = both.tolist()
+        tokens = [row[:count] for row in fetched]
         if draft.finite is not None:
-            running = [row for row, ended in zip(fetched, state.resting) if not ended]
-            state.speculation.stopped_drafting = any(0 in row[count : 2 * count] for row in running)
+            finite = [row[count : 2 * count] for row in fetched]
+            state.speculation.stopped_drafting = any(0 in row for row, ended in zip(finite, state.resting) if not ended)
+            # What came of logits that are not finite is no draft token, and equals no choice.
+            tokens = [[token if sound else -1 for token, sound in zip(*row)] for row in zip(tokens, finite)]
         choices = [row[-count - 1 :] for row in fetched] if by_block else None
-        return [row[:count] for row in fetched], choices, scores
+        return tokens, choices, scores
 
     def _choose_next(self, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
         """Choose one token with processors that keep state: they see each emitted token's logits (B, V) once, in order."""

@@ -315,9 +315,9 @@ class Decoding:
 
     def _num_nodes(self) -> int | None:
         """Return the size of the coming tree, as far as the KV cache has room for its pass; None for a chain."""
-        wanted, rollback = self.schedule.num_nodes, self.runner.rollback
-        if wanted is None or self.runner.mask_form is None:
+        if self.runner.mask_form is None:
             return None
+        (wanted,), rollback = self.state.ranks.agree([self.schedule.num_nodes or 0]), self.runner.rollback
         room = rollback.most_drafts(wanted, self.runner.inputs.columns)
         if rollback.fixed_lengths:
             room = max((size for size in TREE_SIZES if size <= room), default=0)

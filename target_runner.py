@@ -37,11 +37,6 @@ class Path:
     rows: list[list[int]]
     fed: int
 
-    @classmethod
-    def of_chain(cls, counts: list[int], fed: int) -> "Path":
-        """Take the first `counts[r]` rows of each sequence."""
-        return cls([[*range(count)] for count in counts], fed)
-
     @cached_property
     def counts(self) -> list[int]:
         """By sequence, how many rows it keeps."""

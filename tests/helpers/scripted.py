@@ -59,8 +59,7 @@ class ScriptedProposer(DFlashProposer):
             tokens = self.text[row].tolist()
             known = self.cache.get_seq_length() if self.seen is None else self.seen[row]
             padding = next((i for i, token in enumerate(tokens) if token != 0), 0)  # no context of the drafter
-            path = [*range(plan.num_draft_tokens)] if draft.parents is None else draft.best_chain
-            for position, node in enumerate(path):
+            for position, node in enumerate(draft.best_chain):
                 index = padding + self.start + known + 1 + position
                 right = tokens[index] if index < len(tokens) else 0
                 wrong = self.kind == "half-right" and (index + row) % 2 == 1 and index % 5 != 0

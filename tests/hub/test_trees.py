@@ -234,6 +234,25 @@ def test_a_drafter_drafts_trees(do_sample):
     assert speculation.nodes[0][0] == 11 and max(speculation.drafted[0]) <= 4
 
 
+class NotFinite(ScriptedTrees):
+    """Knows the text, and says that its logits were not finite."""
+
+    def propose(self, anchor, plan, sampler) -> Draft:
+        tokens = super().propose(anchor, plan, sampler).tokens
+        return Draft(tokens, finite=torch.zeros_like(tokens, dtype=torch.bool))
+
+
+def test_a_token_of_logits_that_are_not_finite_never_counts_as_agreement():
+    target, ids = tiny_target("llama"), prompt_of(9)
+    plain = target.generate(ids, do_sample=False, max_new_tokens=12)
+    proposer = NotFinite(plain[0].tolist(), "oracle", VOCAB)
+    text, speculation = speculative_generate(
+        target, proposer, input_ids=ids, num_assistant_tokens=4, do_sample=False, max_new_tokens=12
+    )
+    assert torch.equal(text, plain) and speculation.stopped_drafting
+    assert speculation.num_drafted == 4 and speculation.num_accepted == 0
+
+
 # ------------------------------------------------------------------------------------------------------------------
 # Building.
 
