@@ -120,12 +120,11 @@ class Sampler:
             (tokens, finite): each (B, n); `finite` is False where the logits hold a nan or an infinity that is no mask.
         """
         if candidates.ids is not None and self.noises is None and not self.of_drafts.processors:
-            greedy = candidates.logits.amax(dim=-1)
-            return candidates.best().to(self.text.ids.device), (greedy - greedy == 0).to(self.text.ids.device)
-        logits = candidates.over_vocabulary(self.vocab_size)
-        logits = logits[..., : self.vocab_size].to(self.text.ids.device, torch.float32)
+            finite = is_finite(candidates.logits.amax(dim=-1))
+            return candidates.best().to(self.text.ids.device), finite.to(self.text.ids.device)
+        logits = self._draft_logits(candidates)
         greedy, chosen = logits.max(dim=-1)
-        finite = greedy - greedy == 0  # -inf is a token that is not possible, but not all are
+        finite = is_finite(greedy)  # -inf is a token that is not possible, but not all are
         sampler = self.of_drafts
         if not sampler.processors and sampler.noises is None:
             return chosen, finite
@@ -137,6 +136,11 @@ class Sampler:
             if not sampler.scores_only:  # the next position looks at this one
                 self.text.write_ahead(rows, choices, positions.start)
         return chosen, finite
+
+    def _draft_logits(self, candidates: Candidates) -> torch.Tensor:
+        """Return candidates as logits (B, n, V) of the target's vocabulary, where and in what the text is chosen."""
+        logits = candidates.over_vocabulary(self.vocab_size)[..., : self.vocab_size]
+        return logits.to(self.text.ids.device, torch.float32)
 
     @property
     def at_once(self) -> bool:
@@ -163,10 +167,8 @@ class Sampler:
             (candidates (B, m, count), finite (B, m) as of `propose`).
         """
         sampler = self.of_drafts
-        logits = candidates.over_vocabulary(self.vocab_size)[..., : self.vocab_size]
-        logits = logits.to(self.text.ids.device, torch.float32)
-        likeliest = logits.amax(dim=-1)
-        finite = likeliest - likeliest == 0
+        logits = self._draft_logits(candidates)
+        finite = is_finite(logits.amax(dim=-1))
         if sampler.noises is None and not sampler.processors:
             return Candidates(logits).top(count), finite
         self.text.reserve(first + logits.shape[1] + 1)
@@ -247,12 +249,10 @@ class Sampler:
             candidates: (1, n, C) of a drafter.
         """
         if candidates.ids is not None and self.noises is None and not self.processors:
-            best = Candidates(candidates.logits[0].float(), candidates.ids.expand(candidates.logits.shape)[0]).top(
-                count
-            )
+            ids = candidates.ids.expand(candidates.logits.shape)[0]
+            best = Candidates(candidates.logits[0].float(), ids).top(count)
             return Candidates(best.logits, best.ids.to(self.text.ids.device))
-        logits = candidates.over_vocabulary(self.vocab_size)[0, :, : self.vocab_size]
-        scores = logits.to(self.text.ids.device, torch.float32)  # (n, V)
+        scores = self._draft_logits(candidates)[0]  # (n, V)
         for processor in self.processors:
             if type(processor) in SCORES_ONLY:
                 scores = processor(self.text.view(slice(0, 1)), scores)
@@ -340,4 +340,9 @@ def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProces
 def gumbel_argmax(scores: torch.Tensor, noise: torch.Tensor) -> torch.LongTensor:
     """Sample softmax(scores) (..., V) with Gumbel noise (..., V): choices (...), -1 where no token is possible."""
     best, choices = (scores + noise).max(dim=-1)
-    return torch.where(best - best == 0, choices, -1)  # neither an infinity nor a nan
+    return torch.where(is_finite(best), choices, -1)
+
+
+def is_finite(values: torch.Tensor) -> torch.BoolTensor:
+    """Tell which values are neither an infinity nor a nan: in two kernels, where `isfinite` takes four."""
+    return values - values == 0

@@ -74,7 +74,7 @@ class Draft:
         """
         if self.parents is None:
             return at + 1 if at < len(own) and own[at] == token else None
-        return next((row for row in self._children[at] if own[row - 1] == token), None)
+        return next((row for row in self.shape.children[at] if own[row - 1] == token), None)
 
     @cached_property
     def best_chain(self) -> list[int]:
@@ -82,14 +82,10 @@ class Draft:
         if self.parents is None:
             return [*range(len(self))]
         chain, at = [], 0
-        while self._children[at]:
-            at = self._children[at][0]
+        while self.shape.children[at]:
+            at = self.shape.children[at][0]
             chain.append(at - 1)
         return chain
-
-    @cached_property
-    def _children(self) -> list[list[int]]:
-        return self.shape.children
 
 
 @dataclass

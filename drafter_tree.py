@@ -27,17 +27,12 @@ def best_first(log_probs: list, num_nodes: int) -> tuple[list[int], list[int], l
     """
 
     @cache
-    def sorted_candidates(depth: int, before: int) -> list[tuple[float, int]]:
-        row = log_probs[depth][before]
+    def ranked(depth: int, before: int | None) -> list[tuple[float, int]]:
+        row = log_probs[depth] if before is None else log_probs[depth][before]
         return sorted(((value, -rank) for rank, value in enumerate(row)), reverse=True)
 
-    by_depth = [
-        None if isinstance(row[0], list) else sorted(((v, -rank) for rank, v in enumerate(row)), reverse=True)
-        for row in log_probs
-    ]
-
     def candidates(depth: int, before: int) -> list[tuple[float, int]]:
-        return sorted_candidates(depth, before) if by_depth[depth] is None else by_depth[depth]
+        return ranked(depth, before if isinstance(log_probs[depth][0], list) else None)
 
     depths, ranks, parents, scores = [], [], [], []
     # An entry: (-score, depth, sibling number, parent's index, parent's score, the siblings).

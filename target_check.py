@@ -114,10 +114,9 @@ def check_block(
         attentions: whether it was asked for attentions, for which Falcon takes a path without a causal mask.
     """
     off = difference(block, single)
-    # Far above what another order of summation makes of the same numbers, and below what a mistake makes of them. A recurrent
-    # layer that starts anew is a smaller mistake the shorter the prompt is.
+    # A recurrent layer that starts anew is a smaller mistake the shorter the prompt is.
     exact = torch.finfo(dtype).bits >= 32
-    if off < (0.002 if recurrent and exact else max(0.02, 2 * torch.finfo(dtype).eps ** 0.5)):
+    if off < (0.002 if recurrent and exact else tolerance(dtype)):
         return
     name, advice = type(target).__name__, "."
     if recurrent:
@@ -130,6 +129,11 @@ def check_block(
     raise ValueError(
         f"{found} (its logits are {off:.1%} off those of single tokens), so a DFlash drafter cannot be used with it{advice}"
     )
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Return a difference far above what another order of summation makes of the same numbers, and below what a mistake makes."""
+    return max(0.02, 2 * torch.finfo(dtype).eps ** 0.5)
 
 
 def is_same(moved: torch.Tensor, single: torch.Tensor, block: torch.Tensor, dtype: torch.dtype) -> bool:

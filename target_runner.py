@@ -14,7 +14,17 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer, StaticSlidingWindowLayer
 
 from .target_cache import CacheRollback, cached_length, refuse_unknown
-from .target_check import PassCheck, check_block, check_fed, check_read, checks_of, difference, is_same, num_fed
+from .target_check import (
+    PassCheck,
+    check_block,
+    check_fed,
+    check_read,
+    checks_of,
+    difference,
+    is_same,
+    num_fed,
+    tolerance,
+)
 from .target_model import CACHE, PassLimits, RoundInputs
 from .target_ranks import TargetRanks
 from .target_shift import RowShift
@@ -414,13 +424,12 @@ class TargetRunner:
         snapshot.restore()
         shape = TreeShape([-1, -1, 1])  # the token beside them comes first, where a causal mask would show it
         ids = torch.cat([text, two, behind], dim=1)
-        threshold = max(0.02, 2 * torch.finfo(self.target.dtype).eps ** 0.5)
         several = len(set(layer_types(self.target, self.cache))) > 1
         for self.mask_form in MASK_FORMS if several else (*reversed(MASK_FORMS),):
             try:
                 with self.rollback.verifying():
                     tree = self.read(ids, 4, shape=shape).logits
-                if difference(tree[:, [0, 2, 3]], chain) < threshold:
+                if difference(tree[:, [0, 2, 3]], chain) < tolerance(self.target.dtype):
                     return self.mask_form
             except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError):
                 pass  # it takes the mask in another form, or in none

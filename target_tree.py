@@ -8,6 +8,7 @@ Legend of shapes: F tokens of the pass (the anchor and N nodes), P tokens in the
 
 import inspect
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from transformers import PreTrainedModel
@@ -38,7 +39,7 @@ class TreeShape:
 
     parents: list[int]
 
-    @property
+    @cached_property
     def depths(self) -> list[int]:
         """Depth of each token of the pass, the anchor's 0 first."""
         depths = [0]
@@ -46,7 +47,7 @@ class TreeShape:
             depths.append(depths[parent + 1] + 1 if parent >= -1 else 0)
         return depths
 
-    @property
+    @cached_property
     def children(self) -> list[list[int]]:
         """By token of the pass, the tokens that follow it, the likeliest first."""
         children = [[] for _ in range(len(self.parents) + 1)]
@@ -55,6 +56,7 @@ class TreeShape:
                 children[parent + 1].append(row)
         return children
 
+    @cached_property
     def paths(self) -> torch.Tensor:
         """(F, F) bool, True where a token attends to another of the pass: its ancestors and itself."""
         count = len(self.parents) + 1
@@ -144,7 +146,7 @@ def _visible(cache, index: int, kind: str, shape: TreeShape, depths, held: int, 
     seen = torch.zeros(count, keys, dtype=torch.bool)
     past = held - first
     seen[:, :past] = True if padding is None else padding[0, first:held].cpu() != 0
-    seen[:, past : past + count] = shape.paths()
+    seen[:, past : past + count] = shape.paths
     if window is not None:
         # Columns of the cache are as far apart as positions; the pass's own stand at their depth.
         place = torch.cat(

@@ -34,21 +34,28 @@ def arrow(axes, x, y, to):
     axes.annotate("", (x, to), (x, y), arrowprops={"arrowstyle": "-|>", "color": QUIET, "linewidth": 1.2})
 
 
-def draw(path: Path):
-    """Draw the baseline above, and a round of DFlash below: the same words in both."""
-    figure, axes = plt.subplots(figsize=(11, 6.6), facecolor=PAPER)
+def canvas(height: float, top: float):
+    """Return a figure and its axes, in units of a token's box."""
+    figure, axes = plt.subplots(figsize=(11, height), facecolor=PAPER)
     axes.set_xlim(0, 12.4)
-    axes.set_ylim(0.1, 8.3)
+    axes.set_ylim(0.1, top)
     axes.set_aspect("equal")
     axes.axis("off")
+    return figure, axes
+
+
+def heading(axes, y, title, below):
+    axes.text(0.2, y, title, fontsize=14, weight="bold", color=INK, va="top")
+    axes.text(0.2, y - 0.5, below, fontsize=10.5, color=QUIET, va="top", linespacing=1.5)
+
+
+def draw(path: Path):
+    """Draw the baseline above, and a round of DFlash below: the same words in both."""
+    figure, axes = canvas(6.6, 8.3)
     words = ["she", "freezes", "4", "rolls", "."]
     left = 4.2
 
-    def heading(y, title, below):
-        axes.text(0.2, y, title, fontsize=14, weight="bold", color=INK, va="top")
-        axes.text(0.2, y - 0.5, below, fontsize=10.5, color=QUIET, va="top", linespacing=1.5)
-
-    heading(8.1, "Baseline", "every token takes a forward\npass of the whole model")
+    heading(axes, 8.1, "Baseline", "every token takes a forward\npass of the whole model")
     for i, word in enumerate(words):
         x = left + i * STEP
         bar(axes, x, 7.2, WIDTH, "target", OWN_EDGE)
@@ -57,7 +64,7 @@ def draw(path: Path):
     axes.text(left + 5 * STEP + 0.2, 6.5, "5 tokens,\n5 forward passes", fontsize=11.5, color=INK, va="center")
     axes.plot([0.2, 12.2], [5.75, 5.75], color=OWN, linewidth=1.2)
 
-    heading(5.4, "DFlash", "")
+    heading(axes, 5.4, "DFlash", "")
     axes.text(0.2, 4.63, "1  draft", fontsize=11.5, weight="bold", color=INK, va="center")
     axes.text(
         0.2,
@@ -111,11 +118,7 @@ def draw(path: Path):
 
 def draw_tree(path: Path):
     """Draw a round with a chain above, and with a tree below, behind the same anchor."""
-    figure, axes = plt.subplots(figsize=(11, 6.1), facecolor=PAPER)
-    axes.set_xlim(0, 12.4)
-    axes.set_ylim(0.1, 7.7)
-    axes.set_aspect("equal")
-    axes.axis("off")
+    figure, axes = canvas(6.1, 7.7)
     left, step = 3.4, 1.65
 
     def node(column, y, word, kept, parent=None):
@@ -127,11 +130,7 @@ def draw_tree(path: Path):
         face, edge = (KEPT, KEPT_EDGE) if kept else (GONE, GONE_EDGE)
         box(axes, x, y, word, *((OWN, OWN_EDGE) if parent is None else (face, edge)))
 
-    def heading(y, title, below):
-        axes.text(0.2, y, title, fontsize=14, weight="bold", color=INK, va="top")
-        axes.text(0.2, y - 0.5, below, fontsize=10.5, color=QUIET, va="top", linespacing=1.5)
-
-    heading(7.4, "Chain", "one candidate a position:\nit ends at the first\nwrong one")
+    heading(axes, 7.4, "Chain", "one candidate a position:\nit ends at the first\nwrong one")
     chain = [("So", True), ("she", True), ("freezes", True), ("loaves", False), ("of", False)]
     for column, (word, kept) in enumerate(chain):
         node(column, 6.4, word, kept, None if column == 0 else 6.4)
@@ -139,7 +138,10 @@ def draw_tree(path: Path):
     axes.plot([0.2, 12.2], [5.35, 5.35], color=OWN, linewidth=1.2)
 
     heading(
-        5.0, "Tree", "several candidates a\nposition, all verified in\none forward pass: each\nsees its own path only"
+        axes,
+        5.0,
+        "Tree",
+        "several candidates a\nposition, all verified in\none forward pass: each\nsees its own path only",
     )
     middle = 3.2
     node(0, middle, "So", True)

@@ -26,7 +26,7 @@ from ..drafter_candidates import DFlashProposer
 from ..drafter_draft import Draft
 from ..drafter_heads import Candidates, TargetHead
 from ..drafter_tree import MAX_SIBLINGS
-from ..generation_dflash import assisted_generate
+from ..generation_dflash import speculative_generate
 from ..modeling_dflash import DFlashDraftModel
 from ..target_model import embedding_rows
 from ..training.blocks import denoise
@@ -41,24 +41,6 @@ class BlindProposer(DFlashProposer):
     def propose(self, anchor, plan, sampler):
         """Draft as without sampling."""
         return super().propose(anchor, plan, sampler.with_noises(None))
-
-
-class BlindDrafter:
-    """Stands for a drafter in `generate`, with a `BlindProposer`."""
-
-    def __init__(self, drafter):
-        self.drafter = drafter
-
-    def __getattr__(self, name: str):
-        return getattr(self.drafter, name)
-
-    def proposer(self, target) -> BlindProposer:
-        """Make the proposer of one call."""
-        return BlindProposer(self.drafter, target)
-
-    def assisted_generate(self, target, generate, **call):
-        """Run one call of `generate`; see `DFlashDraftModel`."""
-        return assisted_generate(self, target, generate, call)
 
 
 @torch.no_grad()
@@ -101,17 +83,17 @@ def replayed(ranked: list, answer: list[int], nodes: int | None, limit: int) -> 
     return lengths, predicted
 
 
-def real(target, drafter, rows: list[dict], limit: int, nodes: int | None, **call) -> float:
-    """Mean acceptance length of `generate` over the prompts of some responses."""
+def real(target, drafter, rows: list[dict], limit: int, nodes: int | None, propose=DFlashProposer, **call) -> float:
+    """Return the mean acceptance length of `generate` over the prompts of some responses."""
     lengths = []
     for row in rows:
         torch.manual_seed(0)
         ids = torch.tensor([row["prompt_ids"]])
-        target.generate(
-            ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, max_new_tokens=limit,
+        _, speculation = speculative_generate(
+            target, propose(drafter, target), input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit,
             num_assistant_tokens=drafter.config.block_size - 1, num_tree_nodes=nodes, **call,
         )  # fmt: skip
-        lengths += drafter.last_speculation.acceptance_lengths[0]
+        lengths += speculation.acceptance_lengths[0]
     return statistics.mean(lengths)
 
 
@@ -147,8 +129,8 @@ def main(
             for size in (None, nodes[0], nodes[-1]):
                 cells.append(real(loaded, model, rows[:real_prompts], limit, size, do_sample=False))
             sampled = {"do_sample": True, "temperature": 1.0, "top_k": 0}
-            for size, assistant in ((None, model), (nodes[-1], model), (nodes[-1], BlindDrafter(model))):
-                cells.append(real(loaded, assistant, rows[:real_prompts], limit, size, **sampled))
+            for size, propose in ((None, DFlashProposer), (nodes[-1], DFlashProposer), (nodes[-1], BlindProposer)):
+                cells.append(real(loaded, model, rows[:real_prompts], limit, size, propose, **sampled))
             measured.append([folder.name, *(f"{cell:.2f}" for cell in cells)])
     mean = [f"{statistics.mean(float(line[i]) for line in lines):.2f}" for i in range(2, 2 + len(sizes))]
     head = ["replayed, greedy", "responses", "chain", *(f"{size} nodes" for size in nodes)]

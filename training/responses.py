@@ -310,6 +310,12 @@ def responses_file(folder: Path) -> Path:
     return earlier if earlier.exists() else folder / "responses.jsonl"
 
 
+def responses_at(source: str) -> Path:
+    """Return the file of responses that a folder of `regenerate`, or the file itself, stands for."""
+    path = Path(source)
+    return responses_file(path) if path.is_dir() else path
+
+
 def read_responses(path: Path, prompts: dict[str, dict] | None = None, tokenizer=None, thinking=None) -> list[dict]:
     """All rows of a file of answers, see `iterate_responses`; none where there is no file."""
     return list(iterate_responses(path, prompts, tokenizer, thinking)) if path.exists() else []

@@ -55,7 +55,7 @@ from .features import FeatureCache, check_teacher, checksum, feature_layers, tap
 from .losses import BlockLoss, SelectorLoss, gamma_of
 from .options import TrainOptions, resolved, with_new_names
 from .record import check_recordable, longest_trained, training_record, training_result
-from .responses import iterate_responses, responses_file, text_settings
+from .responses import iterate_responses, responses_at, text_settings
 from .trainer import DFlashTrainer, check_whole, checkpoint_activations, evaluate
 from .trial import forecast_training
 from .vocabulary import Vocabulary, frequent_tokens
@@ -222,7 +222,7 @@ def answers_file(source: str) -> Path:
     Raises:
         ValueError: there is none.
     """
-    path = responses_file(Path(source)) if Path(source).is_dir() else Path(source)
+    path = responses_at(source)
     if not path.is_file():
         raise ValueError(f"no answers at {path}; make them with `dflash-hub regenerate`.")
     return path

@@ -15,7 +15,7 @@ from ..convert.importing import write_drafter
 from ..convert.reading import OURS, nonfinite_weights, read_drafter
 from ..drafter_vocabulary import check_token_ids, offsets_of
 from ..hub_files import CARD_MARK, nonfinite_sentence
-from .responses import iterate_responses, responses_file
+from .responses import iterate_responses, responses_at
 
 
 @dataclass
@@ -68,7 +68,7 @@ def write_with_vocabulary(
         raise ValueError(f"{source} is in another format ({drafter.layout}); `dflash-hub import` it first.")
     if found := nonfinite_weights(drafter):
         raise ValueError(nonfinite_sentence(found, source))
-    paths = [responses_file(Path(name)) if Path(name).is_dir() else Path(name) for name in responses]
+    paths = [*map(responses_at, responses)]
     for path in paths:
         if not path.is_file():
             raise ValueError(f"no responses at {path}; make them with `dflash-hub regenerate`.")
