@@ -15,9 +15,9 @@ from .target_model import (
     RoundInputs,
     contiguous_head,
     encoder_outputs_by_chunk,
+    hidden_states_request,
     holds_media,
-    tap_request,
-    tapped,
+    target_hidden_states,
 )
 from .target_runner import TargetRunner
 
@@ -62,7 +62,7 @@ class Prefill:
             self._hand_over(self.prompt, outputs, self.kwargs.get("attention_mask"))
         recorder = self.state.recorder
         if recorder.wants_states:
-            recorder.heed_choice(outputs.get("hidden_states"), tap_request(self.layer_ids))
+            recorder.heed_choice(outputs.get("hidden_states"), hidden_states_request(self.layer_ids))
             recorder.add_states(outputs, self.new, [], None)
         self.runner.begin(self.kwargs, outputs[CACHE], self.prompt.shape[1], self.past + self.new)
         # The logits of a whole prompt can be large: a copy of the last ones lets go of the others.
@@ -72,10 +72,12 @@ class Prefill:
         """Ask the target for the hidden states that the proposer reads, and those that the caller wants back."""
         recorder = self.state.recorder
         if self.layer_ids:
-            self.kwargs["output_hidden_states"] = tap_request(self.layer_ids)
+            self.kwargs["output_hidden_states"] = hidden_states_request(self.layer_ids)
             if recorder.hidden_states is not None:
                 chosen = recorder.layers
-                self.kwargs["output_hidden_states"] = True if chosen is None else tap_request(self.layer_ids) + chosen
+                self.kwargs["output_hidden_states"] = (
+                    True if chosen is None else hidden_states_request(self.layer_ids) + chosen
+                )
         elif recorder.hidden_states is None:
             self.kwargs.pop("output_hidden_states", None)
 
@@ -92,7 +94,7 @@ class Prefill:
         """Hand the tokens that were read, and their hidden states, to the proposer; padding is left out."""
         if self.proposer is None:
             return
-        states = tapped(outputs.hidden_states, self.target, self.layer_ids) if self.layer_ids else []
+        states = target_hidden_states(outputs.hidden_states, self.target, self.layer_ids) if self.layer_ids else []
         length = states[0].shape[1] if states else ids.shape[1]
         missing = length - ids.shape[1]
         if missing > 0:  # what was passed as embeddings has no id
@@ -113,7 +115,7 @@ class Prefill:
             return
         names = [name for name in RoundInputs.PER_TOKEN if self.kwargs.get(name) is not None]
         inputs = {name: self.kwargs[name][..., : self.past] for name in names}
-        inputs |= {"input_ids": prefix, "output_hidden_states": tap_request(self.layer_ids)}
+        inputs |= {"input_ids": prefix, "output_hidden_states": hidden_states_request(self.layer_ids)}
         if "logits_to_keep" in self.kwargs:
             inputs["logits_to_keep"] = 1
         outputs = self.target(**inputs, use_cache=False, return_dict=True)

@@ -21,7 +21,14 @@ from .drafter_vocabulary import make_head, whole_head_reason
 from .target_cache import move_right, trim_left
 from .target_identity import check_identity
 from .target_masks import is_flash, ragged_masks
-from .target_model import check_pair, device_of, embedding_rows, raw_embeddings, tap_request, tapped
+from .target_model import (
+    check_pair,
+    device_of,
+    embedding_rows,
+    hidden_states_request,
+    raw_embeddings,
+    target_hidden_states,
+)
 from .target_shift import RowShift, to_device
 
 
@@ -260,7 +267,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
     def __init__(self, drafter, target: PreTrainedModel, num_draft_tokens: int, max_length: int | None = None):
         self.proposer, self.target = DFlashProposer(drafter, target), target
         self.num_draft_tokens, self.max_length = num_draft_tokens, max_length
-        self.model_kwargs_overrides = {"output_hidden_states": tap_request(self.proposer.target_layer_ids)}
+        self.model_kwargs_overrides = {"output_hidden_states": hidden_states_request(self.proposer.target_layer_ids)}
 
     def get_candidates(self, input_ids, model_kwargs=None, model_outputs=None, is_first_iteration=False, **kwargs):
         """Return (1, length + n) ids, and None for the logits, so that the target chooses."""
@@ -275,7 +282,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.proposer.see(AcceptedTokens(input_ids[:, length - 1 - new :], []))
         context = [
             states[:, :new]
-            for states in tapped(model_outputs.hidden_states, self.target, self.proposer.target_layer_ids)
+            for states in target_hidden_states(model_outputs.hidden_states, self.target, self.proposer.target_layer_ids)
         ]
         attention_mask = model_kwargs.get("attention_mask")
         if attention_mask is not None:

@@ -40,7 +40,7 @@ from .decode_statistics import SpeculativeOutput
 from .decode_tree_schedule import TreeSchedule, make_schedule
 from .drafter_candidates import DFlashCandidateGenerator
 from .drafter_draft import AcceptedTokens, Draft, Plan, Proposer
-from .target_model import CACHE, embedding_rows, tapped
+from .target_model import CACHE, embedding_rows, target_hidden_states
 from .target_ranks import TargetRanks
 from .target_runner import Path, TargetRunner
 
@@ -405,7 +405,9 @@ class Decoding:
         if self.drafting:
             states = []
             if layer_ids := self.proposer.target_layer_ids:
-                states = [path.select(layer) for layer in tapped(outputs.hidden_states, self.target, layer_ids)]
+                states = [
+                    path.select(layer) for layer in target_hidden_states(outputs.hidden_states, self.target, layer_ids)
+                ]
             self.proposer.read(AcceptedTokens(runner.kept_ids(path), states, None if path.even else path.counts))
             # From the boundary of a dynamic NTK on, no pass may hold more than one token.
             self.drafting = not runner.past_drafting(state.text.lengths, path.longest)

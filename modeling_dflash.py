@@ -8,7 +8,7 @@ DFlash 2 adds two parts, each optional: a convolution along the block around eve
 selector that chooses a path among candidates (`drafter_paths.py`).
 
 Legend of shapes: B batch, C new context tokens, K block tokens, P context tokens in the cache, S = P + C + K keys,
-H hidden, T tapped layers, D head size, W window, N blocks side by side, G groups of channels.
+H hidden, T target layers, D head size, W window, N blocks side by side, G groups of channels.
 """
 
 from dataclasses import dataclass
@@ -288,7 +288,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             noise_embeds: (B, K, H) raw target embeddings of the block: the anchor, then mask tokens. K is `block_size`;
                 several blocks (`blocks * block_size`) need a ready mask.
             context_hidden_states: (B, C, T * H) target hidden states of the tokens that were accepted since the last
-                call, at the tapped layers, concatenated in the order of `target_layer_ids`.
+                call, at the target layers, concatenated in the order of `target_layer_ids`.
             attention_mask: None; or (B, S) with 0 at padding; or a ready mask, used as given, for all layers or as a
                 list with one a layer: (B or 1, 1, K, keys) bool or additive, or a flex `BlockMask`.
             position_ids: (B, C + K) positions of context and block; by default they continue the cache.

@@ -21,13 +21,15 @@ COUNTS_EMBEDDING = hasattr(output_capturing, "selected_hidden_states")  # 5.23
 _SLICE = getattr(generation_utils, "_slice_mm_encoder_output", None)  # 5.24
 
 
-def tap_request(target_layer_ids: list[int]) -> list[int]:
-    """The `output_hidden_states` that makes a target keep the outputs of these layers, and of no others."""
+def hidden_states_request(target_layer_ids: list[int]) -> list[int]:
+    """Return the `output_hidden_states` that makes a target keep the outputs of these layers, and of no others."""
     return [i + COUNTS_EMBEDDING for i in target_layer_ids]
 
 
-def tapped(hidden_states: tuple, target: PreTrainedModel, target_layer_ids: list[int]) -> list[torch.Tensor]:
-    """The outputs (B, length, H) of the tapped layers, from what the target returned for `tap_request`.
+def target_hidden_states(
+    hidden_states: tuple, target: PreTrainedModel, target_layer_ids: list[int]
+) -> list[torch.Tensor]:
+    """Return the outputs (B, length, H) of the target layers, from what the target returned for `hidden_states_request`.
 
     Raises:
         ValueError: the target's layers do not have one output of the model's width each.
@@ -37,7 +39,7 @@ def tapped(hidden_states: tuple, target: PreTrainedModel, target_layer_ids: list
     if offset not in (0, 1):
         raise ValueError(
             f"{type(target).__name__} returns {len(hidden_states)} hidden states for {layers} layers, so it is not clear which "
-            "are the tapped ones; a DFlash drafter cannot be used with it."
+            "are those of the target layers; a DFlash drafter cannot be used with it."
         )
     states = [hidden_states[i + offset] for i in target_layer_ids]
     # A target that heeds the list has a place for every index of it, unless it skips a layer: then they mean other layers.

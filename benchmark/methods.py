@@ -1,6 +1,6 @@
 """The methods that `dflash-hub bench` sets side by side. One is a name and the arguments it adds to `generate`.
 
-Names: baseline, lookup, assistant, native, zlab, ours (the drafter's own default), ours-N (N drafted tokens), ours-auto (as
+Names: baseline, lookup, assistant, native, zlab, ours (the drafter's own default), ours-N (N draft tokens), ours-auto (as
 many as pay), ours-tree-N (trees of N nodes), ours-tree-auto (chains or trees), served, served-N (a running server), and ceiling-P, an oracle that runs the drafter and then proposes the target's own text, each token right with probability P.
 """
 

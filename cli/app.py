@@ -161,11 +161,11 @@ def init(
 
     if output is None and not dry_run:
         raise ValueError("pass --output FOLDER, or --dry-run to write nothing.")
-    tapped = commands.layer_list(target_layers)
+    layer_ids = commands.layer_list(target_layers)
     source = source_or_default(target, target_revision, trust_remote_code, target_name)
     written = None if dry_run else output
     plan = init_drafter(
-        source, written, layers, block_size, tapped, window, mask_token, from_target_layers, seed, force, method
+        source, written, layers, block_size, layer_ids, window, mask_token, from_target_layers, seed, force, method
     )
     if dry_run:
         typer.echo(plan.config.to_json_string())

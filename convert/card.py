@@ -227,7 +227,7 @@ def _shape(config: DFlashConfig) -> str:
     rope = ", ".join(f"{name} {value}" for name, value in config.rope_parameters.items())
     rows = [
         ("layers", f"{config.num_hidden_layers}: {attention_in_words(config)}"),
-        ("block", f"{config.block_size}: one anchor, {config.block_size - 1} drafted tokens"),
+        ("block", f"{config.block_size}: one anchor, {config.block_size - 1} draft tokens"),
         ("target layers", f"{config.target_layer_ids} of {config.num_target_layers} (0-based)"),
         ("mask token", config.mask_token_id),
         (

@@ -120,7 +120,7 @@ def _lane(name: str, lane: Lane, limit: int, css: str, ended: bool, rounds: str)
 
 
 def text_html(parts: list[tuple[str, bool]]) -> str:
-    """The text with accepted drafted tokens marked; neighbors of one kind share a mark."""
+    """The text with accepted draft tokens marked; neighbors of one kind share a mark."""
     html, marked = "", False
     for text, drafted in parts:
         if drafted != marked:
@@ -136,9 +136,9 @@ def _rounds(lane: Lane, block_size: int) -> str:
         f'<i style="--accepted:{count}" title="round {number}: {count} accepted"></i>'
         for number, count in enumerate(accepted, start=1)
     )
-    label = f"{sum(accepted)} drafted tokens accepted in {len(accepted)} rounds"
+    label = f"{sum(accepted)} draft tokens accepted in {len(accepted)} rounds"
     return (
         f'<figure class="rounds"><div class="bars" role="img" aria-label="{label}" style="height:{8 * block_size}px">{bars}'
-        '</div><figcaption>By round: <span class="key drafted"></span>accepted drafted tokens, <span class="key own"></span>'
+        '</div><figcaption>By round: <span class="key drafted"></span>accepted draft tokens, <span class="key own"></span>'
         f"the target's own. {label[0].upper() + label[1:]}.</figcaption></figure>"
     )

@@ -160,7 +160,7 @@ def _joined(parts: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
 
 
 class DraftStreamer:
-    """A streamer that shows the text as it comes; a piece is one round: drafted tokens, then the target's own.
+    """A streamer that shows the text as it comes; a piece is one round: draft tokens, then the target's own.
 
     Only the last round can end on a drafted token, so each piece waits for the next one, and the last for `finish`,
     without which an answer is not complete.

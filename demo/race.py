@@ -86,7 +86,7 @@ class Lane:
 
     @property
     def accepted(self) -> list[int]:
-        """Accepted drafted tokens, by round; while the call runs, a round is taken to end on the target's own token."""
+        """Accepted draft tokens, by round; while the call runs, a round is taken to end on the target's own token."""
         return self.speculation.accepted[0] if self.speculation else [len(piece) - 1 for piece in self.pieces[1:]]
 
     @property

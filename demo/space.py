@@ -43,7 +43,7 @@ preload_from_hub:
 
 # DFlash, the same text in fewer passes
 
-SmolLM2-135M-Instruct against itself with a DFlash drafter, on the same CPU, in turns. Accepted drafted tokens are marked,
+SmolLM2-135M-Instruct against itself with a DFlash drafter, on the same CPU, in turns. Accepted draft tokens are marked,
 and the numbers are measured while you look. The package with the drafter is in `dflash_hub/`; the method is described in
 [arXiv 2602.06036](https://arxiv.org/abs/2602.06036).
 """

@@ -32,7 +32,7 @@ def run(
     seed: int,
     dtype: str,
 ):
-    """Stream each prompt's text with accepted drafted tokens colored, then show what the drafter saved.
+    """Stream each prompt's text with accepted draft tokens colored, then show what the drafter saved.
 
     Raises:
         ValueError: an unknown dtype, a pair that does not fit, an empty prompt, or one that leaves the target no position.
@@ -49,7 +49,7 @@ def run(
         f"target:  {pair.source}\ndrafter: {pair.drafter_path}\n"
         f"{dtype} on {pair.device}, transformers {transformers.__version__}"
     )
-    console.print(Text("accepted drafted tokens", DRAFTED), "have this color; the others the target chose itself\n")
+    console.print(Text("accepted draft tokens", DRAFTED), "have this color; the others the target chose itself\n")
 
     table = Table("#", "tokens", "target passes", "tau", "seconds", "plain s", "speedup", "same text")
     encoded = [pair.encode([{"role": "user", "content": prompt}]) for prompt in prompts]

@@ -21,7 +21,7 @@ from ..common.prompts import load_prompts
 from ..demo.pair import Pair
 from ..drafter_candidates import DFlashProposer
 from ..drafter_heads import TargetHead
-from ..target_model import CACHE, tap_request, tapped
+from ..target_model import CACHE, hidden_states_request, target_hidden_states
 from ..training.evaluation import GreedyCall, right_drafts
 from .schedule_simulation import RECORDINGS, recordings
 
@@ -45,8 +45,12 @@ class Passes:
         self.layers = self.drafter.config.target_layer_ids
         ids = pair.encode([{"role": "user", "content": PROMPT}])["input_ids"]
         self.cache = DynamicCache(config=self.target.config)
-        self.request = {"output_hidden_states": tap_request(self.layers), "use_cache": True, CACHE: self.cache}
-        self.context = tapped(
+        self.request = {
+            "output_hidden_states": hidden_states_request(self.layers),
+            "use_cache": True,
+            CACHE: self.cache,
+        }
+        self.context = target_hidden_states(
             self.target(ids, logits_to_keep=1, **self.request).hidden_states, self.target, self.layers
         )
         self.cache.activate_past_recording()

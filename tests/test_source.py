@@ -25,7 +25,7 @@ MAY_STAY = {
     "tests/hub/test_fuzzing.py": {"owner": "planted faults, which the search has to find"},
     "tests/test_imports.py": {"space.version": "another installed version"},
     "tests/training/test_check.py": {
-        "checks.tapped": "a planted fault, which the check has to find",
+        "checks.target_hidden_states": "a planted fault, which the check has to find",
         "blocks.block_positions": "a planted fault, which the check has to find",
         "blocks.layer_masks": "a planted fault, which the check has to find",
         "dflash_hub.training.trainer.sharding": "DeepSpeed, which is not installed",
@@ -37,7 +37,7 @@ MAY_STAY = {
     },
     "tests/training/test_training.py": {
         "training_run.Console": "rich's, with a width",
-        "training_run.tapped_features": "a target that takes its time",
+        "training_run.target_features": "a target that takes its time",
     },
 }
 

@@ -21,7 +21,7 @@ from ..convert.card import RECORD
 from ..drafter_candidates import DFlashProposer
 from ..hub_files import nonfinite, nonfinite_sentence
 from ..target_identity import compare_target
-from ..target_model import check_pair, tap_request, tapped
+from ..target_model import check_pair, hidden_states_request, target_hidden_states
 from .blocks import denoise
 from .data import row_context, rows_of, single_row
 from .evaluation import GreedyCall, generate, replay, right_drafts
@@ -111,11 +111,11 @@ def taps_are_layer_outputs(drafter, target, ids: list[int]) -> Finding:
     hooks = [hook(index) for index in taps]
     try:
         input_ids = torch.tensor([ids], device=target.device)
-        outputs = target(input_ids, output_hidden_states=tap_request(taps), use_cache=False)
+        outputs = target(input_ids, output_hidden_states=hidden_states_request(taps), use_cache=False)
     finally:
         for handle in hooks:
             handle.remove()
-    states = tapped(outputs.hidden_states, target, taps)
+    states = target_hidden_states(outputs.hidden_states, target, taps)
     wrong = [tap for tap, state in zip(taps, states) if not state.equal(seen[tap].view_as(state))]
     if wrong:
         return Finding("taps", False, f"features of the layers {wrong} are not what these layers put out")

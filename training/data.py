@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from .blocks import PADDING, Rows
 from .examples import shortened
-from .features import FeatureCache, example_name, pad_documents, tapped_features
+from .features import FeatureCache, example_name, pad_documents, target_features
 
 
 def document_key(row: dict) -> str:
@@ -159,7 +159,7 @@ def rows_of(batch: dict) -> Rows:
 
 def document_features(target, batch: dict, layer_ids: list[int]) -> torch.Tensor:
     """(tokens, T * H) features of a batch's documents, made now."""
-    return torch.cat([tapped_features(target, ids, mask, layer_ids)[mask.bool()] for ids, mask in batch["documents"]])
+    return torch.cat([target_features(target, ids, mask, layer_ids)[mask.bool()] for ids, mask in batch["documents"]])
 
 
 def row_context(target, batch: dict, layer_ids: list[int]) -> torch.Tensor:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..common.files import read_json
 from ..common.identity import same_target
 from ..hub_files import write_text
-from ..target_model import contiguous_head, tap_request, tapped
+from ..target_model import contiguous_head, hidden_states_request, target_hidden_states
 
 SHARD_TOKENS = 100_000
 SHARD_SECONDS = 300  # after as long what there is is written, so that an interruption costs no more
@@ -27,7 +27,7 @@ def feature_layers(config, target: PreTrainedModel, loss) -> list[int]:
 
 
 @torch.no_grad()
-def tapped_features(
+def target_features(
     target: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor, layer_ids: list[int]
 ) -> torch.Tensor:
     """(D, length, T * H) states of documents (D, length), padded on the right, after the layers `layer_ids`.
@@ -38,8 +38,10 @@ def tapped_features(
     if target._supports_logits_to_keep():
         inputs["logits_to_keep"] = 1
     with contiguous_head(target, states_only=True):
-        outputs = target(**inputs, output_hidden_states=tap_request(layer_ids), return_dict=True)
-    return torch.cat([s.to(input_ids.device) for s in tapped(outputs.hidden_states, target, layer_ids)], dim=-1)
+        outputs = target(**inputs, output_hidden_states=hidden_states_request(layer_ids), return_dict=True)
+    return torch.cat(
+        [s.to(input_ids.device) for s in target_hidden_states(outputs.hidden_states, target, layer_ids)], dim=-1
+    )
 
 
 @torch.no_grad()
@@ -51,7 +53,7 @@ def check_teacher(target: PreTrainedModel):
     """
     ids = torch.arange(3, 11, device=target.device)[None]
     last = target.config.get_text_config(decoder=True).num_hidden_layers - 1
-    hidden = tapped_features(target, ids, torch.ones_like(ids), [last])
+    hidden = target_features(target, ids, torch.ones_like(ids), [last])
     rebuilt, logits = target.get_output_embeddings()(hidden[:, -1]).float(), target(ids).logits[:, -1].float()
     if not torch.allclose(rebuilt, logits, atol=1e-2 * float(logits.abs().max())):
         raise ValueError(

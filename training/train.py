@@ -51,7 +51,7 @@ from .checkpoints import FileLists, best_checkpoint, resumable_checkpoint
 from .data import Collator, PackedRows, document_key, split_validation, usable_rows
 from .evaluation import GreedyCall
 from .examples import in_a_file
-from .features import FeatureCache, check_teacher, checksum, feature_layers, tapped_features
+from .features import FeatureCache, check_teacher, checksum, feature_layers, target_features
 from .losses import BlockLoss, SelectorLoss, gamma_of
 from .options import TrainOptions, resolved, with_new_names
 from .record import check_recordable, longest_trained, training_record, training_result
@@ -559,7 +559,7 @@ def fill_cache(folder: str, identity: dict, target, drafter, loss: BlockLoss, ro
     layer_ids = feature_layers(drafter.config, target, loss)
 
     def compute(ids, mask):
-        return tapped_features(target, ids.to(target.device), mask.to(target.device), layer_ids)
+        return target_features(target, ids.to(target.device), mask.to(target.device), layer_ids)
 
     documents = {document_key(row): row for row in rows}
     with one_writer(folder), progress_bar() as bar:

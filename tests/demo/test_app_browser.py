@@ -113,7 +113,7 @@ class Page:
             box.send_keys(text)
 
     def set(self, tokens: int, drafts: int = 7):
-        """Length of the answers, and drafted tokens a round: how many pay depends on how busy the machine is."""
+        """Length of the answers, and draft tokens a round: how many are drafted depends on how busy the machine is."""
         from selenium.webdriver.common.keys import Keys
 
         if not self.all("#length input[type=number]") or not self.one("#length input[type=number]").is_displayed():

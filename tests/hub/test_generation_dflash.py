@@ -434,7 +434,7 @@ def test_statistics():
 
 
 def test_pitfall_44_only_tapped_states_are_kept(monkeypatch):
-    """Pitfall 44: of a long prompt's hidden states only the tapped layers' are returned by the target."""
+    """Pitfall 44: of a long prompt's hidden states only those of the target layers are returned by the target."""
     target, drafter = tiny_target("llama"), tiny_drafter(target_layer_ids=[1])
     kept = []
     run = type(target).forward
@@ -451,7 +451,7 @@ def test_pitfall_44_only_tapped_states_are_kept(monkeypatch):
 
 def test_taps_are_what_forward_hooks_see():
     """Pitfall 50: target_layer_ids are outputs of 0-based decoder layers."""
-    from dflash_hub.target_model import tap_request, tapped
+    from dflash_hub.target_model import hidden_states_request, target_hidden_states
 
     seen = {}
 
@@ -465,8 +465,8 @@ def test_taps_are_what_forward_hooks_see():
         target = tiny_target(family)
         for index, layer in enumerate(target.model.layers):
             layer.register_forward_hook(see(index))
-        outputs = target(prompt_of(6), output_hidden_states=tap_request([0, 2]))
-        for mine, index in zip(tapped(outputs.hidden_states, target, [0, 2]), (0, 2)):
+        outputs = target(prompt_of(6), output_hidden_states=hidden_states_request([0, 2]))
+        for mine, index in zip(target_hidden_states(outputs.hidden_states, target, [0, 2]), (0, 2)):
             assert torch.equal(mine, seen[index])
 
 

@@ -136,8 +136,8 @@ def test_a_drafter_whose_logits_are_not_finite_in_this_dtype_is_found(target, to
 def test_a_broken_implementation_is_found(target, tokenizer, prompts, trained, monkeypatch, fault):
     drafter = drafter_of(trained)
     if fault == "taps":
-        taken = checks.tapped
-        monkeypatch.setattr(checks, "tapped", lambda *args: taken(*args)[::-1])
+        taken = checks.target_hidden_states
+        monkeypatch.setattr(checks, "target_hidden_states", lambda *args: taken(*args)[::-1])
     elif fault == "layouts":
         shifted = blocks.block_positions
         monkeypatch.setattr(

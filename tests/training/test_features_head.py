@@ -2,7 +2,7 @@
 
 import torch
 from dflash_hub.target_model import contiguous_head
-from dflash_hub.training.features import tapped_features
+from dflash_hub.training.features import target_features
 from helpers.tiny import prompt_of, tiny_drafter, tiny_target
 
 
@@ -23,7 +23,7 @@ def test_features_ask_the_head_for_nothing():
     with torch.no_grad():
         expected = target(ids, output_hidden_states=True).hidden_states[2]
     found = []
-    seen = read_by_head(target, lambda: found.append(tapped_features(target, ids, torch.ones_like(ids), [1])))
+    seen = read_by_head(target, lambda: found.append(target_features(target, ids, torch.ones_like(ids), [1])))
     assert torch.equal(found[0], expected) and seen == [((3, 0, 32), True)]
 
 

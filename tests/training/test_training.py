@@ -17,7 +17,7 @@ from dflash_hub.common.identity import identify
 from dflash_hub.configuration_checks import FULL, SLIDING
 from dflash_hub.drafter_candidates import DFlashProposer
 from dflash_hub.drafter_heads import TargetHead
-from dflash_hub.target_model import raw_embeddings, tap_request, tapped
+from dflash_hub.target_model import hidden_states_request, raw_embeddings, target_hidden_states
 from dflash_hub.training import evaluation
 from dflash_hub.training import train as training_run
 from dflash_hub.training import trainer as training_step
@@ -43,7 +43,7 @@ from dflash_hub.training.data import (
     usable_rows,
 )
 from dflash_hub.training.examples import in_a_file
-from dflash_hub.training.features import FeatureCache, tapped_features
+from dflash_hub.training.features import FeatureCache, target_features
 from dflash_hub.training.losses import BlockLoss, chunked_sum, default_gamma, dpace_weights, slot_weights
 from dflash_hub.training.optimizer import MuonAdamW
 from dflash_hub.training.options import TrainOptions
@@ -203,9 +203,9 @@ def test_pitfall_76_train_and_generate_layouts_give_the_same_logits(kind):
         for index, (row, anchor) in enumerate(((first, 8), (second, 7), (second, 10))):
             ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
             proposer = DFlashProposer(drafter, target)
-            request = tap_request(proposer.target_layer_ids)
+            request = hidden_states_request(proposer.target_layer_ids)
             outputs = target(ids[:, :anchor], output_hidden_states=request)
-            states = tapped(outputs.hidden_states, target, drafter.config.target_layer_ids)
+            states = target_hidden_states(outputs.hidden_states, target, drafter.config.target_layer_ids)
             # Context comes in two parts, as it does over rounds.
             proposer.draft_logits(ids[:, 3:4], [s[:, :3] for s in states], BLOCK - 1)
             logits = proposer.draft_logits(ids[:, anchor : anchor + 1], [s[:, 3:] for s in states], BLOCK - 1)
@@ -435,7 +435,7 @@ def test_cached_features_are_those_of_the_step_and_refused_for_another_target(tm
     documents = {document_key(row): row for row in rows}
 
     def compute(ids, mask):
-        return tapped_features(target, ids, mask, layers)
+        return target_features(target, ids, mask, layers)
 
     cache = FeatureCache(tmp_path, identify(target), layers)
     cache.fill(dict(list(documents.items())[:2]), compute)
@@ -871,7 +871,7 @@ def test_a_run_stops_before_the_step_that_meets_an_overflow_and_names_the_exampl
     if offline:
         cache = FeatureCache(tmp_path / "features", identify(broken), [0, 1, 2])
         with pytest.raises(ValueError, match=sentence):
-            cache.fill({document_key(row): row for row in rows}, lambda i, m: tapped_features(broken, i, m, [0, 1, 2]))
+            cache.fill({document_key(row): row for row in rows}, lambda i, m: target_features(broken, i, m, [0, 1, 2]))
         assert not (tmp_path / "features" / "index.json").exists()
         return
     drafter = tiny_drafter()
@@ -938,7 +938,7 @@ def test_offline_features_train_like_online_ones(tmp_path, target, answers, loss
     layers = [0, 1, 2] + [3] * (loss == "kl")
     cache = FeatureCache(tmp_path / "features", identify(target), layers)
     documents = {document_key(row): row for row in answers}
-    cache.fill(documents, lambda ids, mask: tapped_features(target, ids, mask, layers))
+    cache.fill(documents, lambda ids, mask: target_features(target, ids, mask, layers))
     losses = []
     for which in (None, cache):
         trainer = trainer_of(
@@ -1057,7 +1057,7 @@ def test_a_step_over_several_batches_is_the_step_over_one(tmp_path, target, answ
 def test_two_runs_that_fill_one_folder_take_turns(tmp_path, target, answers, monkeypatch, capsys):
     """Each finds what the other wrote; without turns, both write the same shard, and one index loses the other's."""
     computed, lock = [], threading.Lock()
-    whole = training_run.tapped_features
+    whole = training_run.target_features
 
     def slow(*args):
         with lock:
@@ -1065,7 +1065,7 @@ def test_two_runs_that_fill_one_folder_take_turns(tmp_path, target, answers, mon
         time.sleep(0.3)
         return whole(*args)
 
-    monkeypatch.setattr(training_run, "tapped_features", slow)
+    monkeypatch.setattr(training_run, "target_features", slow)
     drafter, loss, identity = tiny_drafter(), BlockLoss("ce", None), identify(target)
 
     def fill(rows):
@@ -1083,7 +1083,7 @@ def test_two_runs_that_fill_one_folder_take_turns(tmp_path, target, answers, mon
 
 def whole_features(target, row: dict) -> torch.Tensor:
     ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
-    return tapped_features(target, ids, torch.ones_like(ids), [0, 1, 2])[0]
+    return target_features(target, ids, torch.ones_like(ids), [0, 1, 2])[0]
 
 
 def test_features_are_kept_by_text_and_not_by_name(tmp_path):
@@ -1093,6 +1093,6 @@ def test_features_are_kept_by_text_and_not_by_name(tmp_path):
     for row in (one, other):
         cache.fill(
             {document_key(row): row},
-            lambda ids, mask: tapped_features(target, ids, mask, [0, 1]),
+            lambda ids, mask: target_features(target, ids, mask, [0, 1]),
         )
     assert not cache[document_key(one)].equal(cache[document_key(other)])
