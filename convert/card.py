@@ -220,6 +220,7 @@ def _engines(config: DFlashConfig, source: str) -> str:
         parts.append(
             f"llama.cpp, with a GGUF file of the target:\n\n```bash\n{export_for_llamacpp(config, source)}\n```"
         )
+        parts += [f"{warning}." for warning in warnings_of("gguf", config)]
     return "\n\n".join(parts)
 
 

@@ -114,6 +114,9 @@ class SomeRows:
                 yield piece[inside - start]
             start += len(piece)
 
+    def whole(self) -> torch.Tensor:
+        return torch.cat(list(self.pieces()))
+
 
 def rows_of_a_piece(tensor: Stored | InMemory) -> int:
     return max(1, PIECE // max(1, math.prod(tensor.shape[1:]) * tensor.dtype.itemsize))

@@ -72,7 +72,7 @@ def warnings_of(engine: str, config: DFlashConfig) -> list[str]:
             f"{TITLES[engine]} does not scale the draft logits of a plain DFlash drafter (`output_multiplier`, "
             "`final_logit_softcapping`): its greedy drafts are the same, its sampled drafts follow another distribution"
         )
-    if config.draft_vocab_size is not None and engine == "speculators":
+    if config.draft_vocab_size is not None and engine in ("speculators", "gguf"):
         said.append(
             f"it drafts from {config.draft_vocab_size} tokens, and its readers do not add those of the text at hand, so they "
             "accept less than dflash-hub does"

@@ -55,8 +55,8 @@ def export_drafter(
 
     Args:
         to: one of `GOALS`.
-        target: the target that the `speculators` layout names, and takes embedding and head from, and `gguf` the tokenizer;
-            by default the one that is recorded. For `gguf` it may be the target's own GGUF file.
+        target: the target that the `speculators` layout names, and takes embedding and head from, and `gguf` the tokenizer
+            and the rows of listed tokens; by default the one that is recorded. For `gguf` it may be the target's own GGUF file.
         yarn: scale RoPE by this factor with YaRN, from the positions that the drafter was made for.
         context_length: positions to state; by default those that the drafter was made for, times `yarn`.
         file_type: of `gguf`, what its matrices are written in, one of `FILE_TYPES`; by default the drafter's own type.
@@ -88,20 +88,15 @@ def export_drafter(
     copies = {}
     if layout_name in ("speculators", "gguf"):
         facts = _matching_target(layout.title, original, config)
+        copies = _copies(layout_name, original, config, drafter.match.listed)
     if layout_name == "speculators":
-        copies = target_tensors(original, config)
-        if (listed := drafter.match.listed) is not None:
-            mask = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, listed, True)
-            copies |= {
-                "lm_head.weight": SomeRows(copies["lm_head.weight"], listed), "t2d": InMemory(None, "t2d", mask)
-            }  # fmt: skip
         config.target_name_or_path = original.path
     written = layout.write(config, facts)
     _check_read_back(layout, config, written, facts)
     kept = drafter.match.drafter
     if "draft_vocab_size" in layout.not_carried:
         kept = {name: tensor for name, tensor in kept.items() if name != "d2t"}
-    tensors = renamed(layout_name, kept) | copies
+    tensors = renamed(layout_name, kept | copies)
     usage = _usage(to, config, str(destination))
     title = TITLES.get(to, layout.title)
     exported = Exported(
@@ -116,6 +111,28 @@ def export_drafter(
         write_tensors(folder / "model.safetensors", tensors)
         write_text(folder / "README.md", _card(exported))
     return exported
+
+
+def _copies(layout: str, target: TargetSource, config: DFlashConfig, listed: torch.LongTensor | None) -> dict:
+    """Return what a layout carries of the target's tensors, and a list of tokens in its spelling; by our names.
+
+    Raises:
+        ValueError: the target's head has a bias, or see `target_tensors`.
+    """
+    if layout == "gguf" and listed is None:
+        return {}
+    copies = target_tensors(target, config)
+    if copies.pop("lm_head.bias", None) is not None:
+        raise ValueError(
+            f"the head of the target {target.path!r} has a bias, for which there is no place in the layout."
+        )
+    if listed is None:
+        return copies
+    head = SomeRows(copies["lm_head.weight"], listed)
+    if layout == "gguf":
+        return {"lm_head.weight": head, "d2t": InMemory(None, "d2t", listed)}
+    mask = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, listed, True)
+    return copies | {"lm_head.weight": head, "t2d": InMemory(None, "t2d", mask)}
 
 
 def _check_destination(to: str, destination: str, file_type: str | None):

@@ -11,15 +11,22 @@ from huggingface_hub import snapshot_download
 
 from ..common.files import in_a_line
 from ..common.target_source import TargetSource
-from .checkpoint import CODES, Checkpoint, InMemory, Stored, rows_of_a_piece
-from .gguf_layout import ARCHITECTURE, MASK, float32
+from ..drafter_vocabulary import offsets_of
+from .checkpoint import CODES, Checkpoint, InMemory, SomeRows, Stored, rows_of_a_piece
+from .gguf_layout import ARCHITECTURE, LISTED, MASK, float32
 from .init import read_target_config
 
 SUFFIX = ".gguf"
 # What the matrices of a file are written in, and the number that the file states for it; norms are always float32.
 FILE_TYPES = {"float32": ("F32", 0), "float16": ("F16", 1), "bfloat16": ("BF16", 32), "q8_0": ("Q8_0", 7)}
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt"]
-PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
+# The target's tensors there, by our names for them.
+TARGET_NAMES = {
+    "embed_tokens.weight": "token_embd.weight",
+    "lm_head.weight": "output.weight",
+    "lm_head.bias": "output.bias",
+}
 # llama.cpp's names for how a byte-level BPE splits a text first, by the steps of the tokenizer.
 DIGITS = ("Digits", "ByteLevel")
 SPLIT = ("Split", "ByteLevel")
@@ -80,6 +87,24 @@ class InGguf:
     def whole(self) -> torch.Tensor:
         return self._tensor(self.data)
 
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        """Values as a tensor of this type would hold them; itself where the type is no quantized one.
+
+        Raises:
+            ValueError: the `gguf` package cannot quantize to the type.
+        """
+        if self.kind in PLAIN:
+            return values
+        gguf = gguf_package()
+        kind = gguf.GGMLQuantizationType[self.kind]
+        try:
+            return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(values.float().numpy(), kind), kind))
+        except NotImplementedError:
+            raise ValueError(
+                f"{self.name} is quantized ({self.kind}), which cannot be compared with the target's; pass --no-check-target to drop it "
+                "as it is."
+            ) from None
+
     def _tensor(self, rows) -> torch.Tensor:
         import numpy as np
 
@@ -109,6 +134,11 @@ def open_gguf(source: str) -> Checkpoint:
         }
     except Exception as error:  # the package raises many kinds for a file that is none, or is cut
         raise ValueError(f"{path} is no GGUF file, or damaged: {in_a_line(error)}") from error
+    listed = tensors.get(LISTED)
+    if listed is not None and listed.kind == "I64" and len(listed.shape) == 1:
+        # Token ids there, offsets here.
+        metadata[LISTED] = listed.shape[0]
+        tensors[LISTED] = InMemory(path, LISTED, offsets_of(listed.whole()))
     return Checkpoint(source, path.parent, path, metadata, tensors)
 
 
@@ -122,12 +152,14 @@ def _value(field, gguf):
     return value
 
 
-def write_gguf(path: Path, metadata: dict, tensors: dict[str, Stored | InMemory], file_type: str, target: TargetSource):
+def write_gguf(
+    path: Path, metadata: dict, tensors: dict[str, Stored | InMemory | SomeRows], file_type: str, target: TargetSource
+):
     """Write one GGUF file, tensor by tensor, with the tokenizer of the target.
 
     Args:
         metadata: what `gguf_layout.write` gives.
-        tensors: by the names of the layout.
+        tensors: by the names of the layout; a list of tokens as their ids.
         file_type: one of `FILE_TYPES`. A matrix whose rows are no whole blocks of Q8_0 is written in float16, as llama.cpp's
             converter does.
         target: see `add_tokenizer`.
@@ -139,14 +171,14 @@ def write_gguf(path: Path, metadata: dict, tensors: dict[str, Stored | InMemory]
     import numpy as np
 
     kind, number = FILE_TYPES[file_type]
-    kinds = {name: _kind_of(tensor, kind, gguf) for name, tensor in tensors.items()}
+    kinds = {name: _kind_of(name, tensor, kind, gguf) for name, tensor in tensors.items()}
     writer = gguf.GGUFWriter(path, ARCHITECTURE)
     writer.add_type("model")
     writer.add_file_type(number)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_tokenizer(writer, target, metadata, gguf)
     for name, value in metadata.items():
-        if name != "general.architecture":
+        if name not in ("general.architecture", LISTED):
             _add(writer, name, value)
     for name, tensor in tensors.items():
         block, size = gguf.GGML_QUANT_SIZES[kinds[name]]
@@ -161,9 +193,11 @@ def write_gguf(path: Path, metadata: dict, tensors: dict[str, Stored | InMemory]
     _check_written(path, metadata, tensors)
 
 
-def _kind_of(tensor: Stored | InMemory, kind: str, gguf):
-    """GGML's type for a tensor: norms stay float32, since its kernels take them in no other."""
-    if len(tensor.shape) == 1:
+def _kind_of(name: str, tensor: Stored | InMemory | SomeRows, kind: str, gguf):
+    """GGML's type for a tensor: norms and base kernels stay float32, since its kernels take them in no other."""
+    if tensor.dtype is torch.int64:
+        kind = "I64"
+    elif len(tensor.shape) == 1 or not name.endswith(".weight"):
         kind = "F32"
     elif tensor.shape[1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]:
         kind = "F16"
@@ -176,6 +210,8 @@ def _written(name: str, tensor: torch.Tensor, kind, gguf):
     Raises:
         ValueError: a value is not finite, or is not in the type.
     """
+    if kind.name == "I64":
+        return tensor.numpy()
     values = tensor.float()
     if not values.isfinite().all():
         raise ValueError(f"{name} holds a value that is not finite: it was never trained, or is damaged.")

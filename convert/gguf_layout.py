@@ -6,6 +6,7 @@ embeddings there. The file also carries the target's tokenizer, of which draftin
 
 import math
 
+from ..configuration_checks import PARTS
 from ..configuration_dflash import FULL, SLIDING, DFlashConfig, read_config_dict
 from .zlab import NOT_CARRIED as ZLAB_NOT_CARRIED
 from .zlab import SCALES, parts
@@ -13,10 +14,12 @@ from .zlab import SCALES, parts
 ARCHITECTURE = "dflash"
 # Depth and vocabulary come from the target's config, the special tokens in the file are those of the target's tokenizer.
 NOT_CARRIED = (
-    *ZLAB_NOT_CARRIED, "vocab_size", "num_target_layers", "attention_dropout", "initializer_range", "bos_token_id",
-    "eos_token_id", "pad_token_id",
+    *(name for name in ZLAB_NOT_CARRIED if name != "draft_vocab_size"), "vocab_size", "num_target_layers", "attention_dropout",
+    "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
 MASK = "tokenizer.ggml.mask_token_id"
+# How many tokens a drafter lists. No file states it: it is the length of the tensor of that name.
+LISTED = "d2t"
 # Their names behind `dflash.`, and ours.
 NUMBERS = {
     "block_count": "num_hidden_layers",
@@ -45,7 +48,7 @@ ROPE = {
     },
 }
 KNOWN = {
-    *NUMBERS, *SCALE_NAMES, *(f"rope.scaling.{name}" for names in ROPE.values() for name in names), "attention.value_length",
+    *NUMBERS, *PARTS, *SCALE_NAMES, *(f"rope.scaling.{name}" for names in ROPE.values() for name in names), "attention.value_length",
     "attention.causal", "attention.sliding_window", "attention.sliding_window_pattern", "hidden_act", "rope.freq_base",
     "rope.scaling.type", "rope.dimension_sections", "target_layers", "vocab_size",
 }  # fmt: skip
@@ -80,8 +83,11 @@ def read(metadata: dict, facts) -> dict:
     causal = said.get("attention.causal", False)
     fields = {ours: said[theirs] for theirs, ours in NUMBERS.items()}
     fields |= {ours: said[theirs] for theirs, ours in SCALE_NAMES.items() if theirs in said}
+    fields |= {name: said[name] for name in PARTS if name in said}
     # 0 stands for none there.
-    fields = {name: value for name, value in fields.items() if not (name in SCALES and value == 0)}
+    fields = {name: value for name, value in fields.items() if not (name in (*SCALES, *PARTS) and value == 0)}
+    if LISTED in metadata:
+        fields["draft_vocab_size"] = metadata[LISTED]
     return read_config_dict(
         fields
         | {
@@ -135,9 +141,15 @@ def unsupported_fields(config: DFlashConfig) -> list[str]:
             f"`block_causal` is {config.block_causal}; it knows one value for all layers, and takes a layout without the value for "
             "bidirectional"
         )
-    found += [
-        f"`{name}` is {value}; only plain DFlash drafters are written for it" for name, value in parts(config).items()
-    ]
+    has = parts(config)
+    if 0 < len(has) < len(PARTS):
+        name = next(iter(has))
+        found.append(f"`{name}` is {has[name]} without the other part; it reads DFlash 2 with both")
+    elif has and config.hidden_size < (most := config.selector_top_k * (config.selector_top_k + 1)):
+        found.append(
+            f"the hidden size {config.hidden_size} is below the {most} numbers that `selector_top_k` {config.selector_top_k} makes; it "
+            "hands on a selector's scores in place of hidden states"
+        )
     if config.attention_bias:
         found.append("`attention_bias` is true; its attention has no biases")
     if config.hidden_act != "silu":
@@ -156,7 +168,7 @@ def unsupported_fields(config: DFlashConfig) -> list[str]:
 
 
 def write(config: DFlashConfig, facts) -> dict:
-    """The metadata, without the tokenizer: numbers, truth values, and lists of either."""
+    """The metadata, without the tokenizer: numbers, truth values, and lists of either; and `LISTED`, which is none."""
     prefix = f"{ARCHITECTURE}."
     said = {theirs: getattr(config, ours) for theirs, ours in NUMBERS.items()}
     said["attention.value_length"] = config.head_dim
@@ -177,10 +189,13 @@ def write(config: DFlashConfig, facts) -> dict:
         said["attention.sliding_window"] = config.sliding_window
         said["attention.sliding_window_pattern"] = slides
     said["attention.causal"] = config.block_causal[0]
+    said |= parts(config)
+    listed = {} if config.draft_vocab_size is None else {LISTED: config.draft_vocab_size}
     return {
         "general.architecture": ARCHITECTURE,
         **{prefix + name: value for name, value in said.items()},
         MASK: config.mask_token_id,
+        **listed,
     }
 
 

@@ -24,6 +24,9 @@ RENAMED = {
         "norm.weight": "output_norm.weight",
         "embed_tokens.weight": "token_embd.weight",
         "lm_head.weight": "output.weight",
+        "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+        "candidate_selector.successor_codebook": "selector_successor.weight",
+        "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
     },
 }
 # By format, how it spells what stands behind `layers.N.`, and how it spells `layers` itself.
@@ -42,6 +45,10 @@ LAYERS_RENAMED = {
             "mlp.gate_proj": "ffn_gate",
             "mlp.up_proj": "ffn_up",
             "mlp.down_proj": "ffn_down",
+            "attention_conv.base_kernel": "attn_conv_base",
+            "attention_conv.kernel_projection": "attn_conv_proj",
+            "mlp_conv.base_kernel": "ffn_conv_base",
+            "mlp_conv.kernel_projection": "ffn_conv_proj",
         },
     ),
 }
@@ -212,6 +219,8 @@ def spelled(layout: str, name: str) -> str:
     if layout in LAYERS_RENAMED and name.startswith("layers."):
         layers, parts = LAYERS_RENAMED[layout]
         _, index, part = name.split(".", 2)
+        if part in parts:
+            return f"{layers}.{index}.{parts[part]}"
         part, kind = part.rsplit(".", 1)
         return f"{layers}.{index}.{parts.get(part, part)}.{kind}"
     return RENAMED[layout].get(name, name)

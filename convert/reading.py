@@ -14,7 +14,7 @@ from ..configuration_dflash import DFlashConfig, check_stated, read_config_dict
 from ..hub_files import nonfinite_sentence
 from . import gguf_layout, native, speculators, zlab
 from .checkpoint import DTYPES, Checkpoint, InMemory, Stored, open_checkpoint, tensors_of
-from .gguf_files import SUFFIX, open_gguf
+from .gguf_files import SUFFIX, TARGET_NAMES, InGguf, open_gguf
 from .init import borrowed_names, read_target_config, target_skeleton, weight_files
 from .names import Match, expected_shapes, match
 
@@ -183,15 +183,30 @@ def _main_dtype(found: Match) -> torch.dtype:
     return max(elements, key=elements.get)
 
 
-def target_tensors(source: TargetSource, config: DFlashConfig) -> dict[str, Stored]:
+def target_tensors(source: TargetSource, config: DFlashConfig) -> dict[str, Stored | InGguf]:
     """`embed_tokens.weight` and `lm_head.weight` as they lie in the target's files; one tensor twice where they are tied.
 
+    A head's bias comes as `lm_head.bias` where there is one.
+
     Args:
+        source: a folder, a repository, or a GGUF file.
         config: of the drafter that is to borrow them.
 
     Raises:
         ValueError: they cannot be found there, are of no float type, or have another shape than the drafter was made for.
     """
+    target = source.path
+    found = _in_gguf(target) if target.endswith(SUFFIX) else _in_safetensors(source)
+    for name, tensor in found.items():
+        if name != "lm_head.bias" and tensor.shape != (config.vocab_size, config.hidden_size):
+            raise ValueError(
+                f"{tensor.name} of the target {target!r} has shape {list(tensor.shape)}; the drafter was made for one of "
+                f"{[config.vocab_size, config.hidden_size]}."
+            )
+    return found
+
+
+def _in_safetensors(source: TargetSource) -> dict[str, Stored]:
     target = source.path
     try:
         skeleton = target_skeleton(read_target_config(source), source)
@@ -203,17 +218,19 @@ def target_tensors(source: TargetSource, config: DFlashConfig) -> dict[str, Stor
     head = embedding if tied else head
     if embedding is None or head is None:
         raise ValueError(f"no embedding and head in the safetensors files of the target {target!r}.")
-    found = {
-        "embed_tokens.weight": _stored(source, files, embedding),
-        "lm_head.weight": _stored(source, files, head),
-    }
-    for tensor in found.values():
-        if tensor.shape != (config.vocab_size, config.hidden_size):
-            raise ValueError(
-                f"{tensor.name} of the target {target!r} has shape {list(tensor.shape)}; the drafter was made for one of "
-                f"{[config.vocab_size, config.hidden_size]}."
-            )
-    return found
+    names = {"embed_tokens.weight": embedding, "lm_head.weight": head}
+    bias = f"{head.removesuffix('weight')}bias"
+    names |= {"lm_head.bias": bias} if bias in files else {}
+    return {ours: _stored(source, files, name) for ours, name in names.items()}
+
+
+def _in_gguf(file: str) -> dict[str, InGguf]:
+    tensors = open_gguf(file).tensors
+    found = {ours: tensors[theirs] for ours, theirs in TARGET_NAMES.items() if theirs in tensors}
+    if "embed_tokens.weight" not in found:
+        raise ValueError(f"no embedding in the target's file {file!r}.")
+    # Tied where there is no head.
+    return {"lm_head.weight": found["embed_tokens.weight"]} | found
 
 
 def _stored(source: TargetSource, files: dict[str, str], name: str) -> Stored:
@@ -252,6 +269,7 @@ def compare_borrowed(
     """
     for name, copy in copies.items():
         for here, there in _side_by_side(copy, theirs[name], listed if name == "lm_head.weight" else None):
+            there = copy.rounded(there) if isinstance(copy, InGguf) else there
             if not _equal_up_to_dtype(here, there):
                 raise ValueError(
                     f"{name} differs from that of the target {target!r}: the drafter has one of its own, which is not "

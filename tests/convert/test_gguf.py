@@ -11,9 +11,11 @@ from dflash_hub.cli.app import app
 from dflash_hub.convert.exporting import export_drafter
 from dflash_hub.convert.gguf_layout import NOT_CARRIED
 from dflash_hub.convert.importing import import_drafter
+from dflash_hub.drafter_vocabulary import token_ids_of
+from helpers.families import with_some_tokens
 from helpers.folders import save_target, tiny_tokenizer
 from helpers.formats import FULL, KINDS, SLIDING, YARN, drafter_of
-from helpers.tiny import VOCAB
+from helpers.tiny import CONVOLUTION, SELECTOR, VOCAB
 from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -132,7 +134,74 @@ def test_the_metadata_says_what_llamacpp_reads(tmp_path, target):
     assert names == layers | {"fc.weight", "enc.output_norm.weight", "output_norm.weight"}
 
 
-def target_file(path, tokens=VOCAB, width=32, layers=8, sections=False):
+def test_the_parts_of_dflash_2_are_where_llamacpp_looks(tmp_path, target):
+    model = written(tmp_path, target, "DFlash 2")
+    config, said = model.config, stated(tmp_path / "d.gguf")
+    for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
+        assert said[f"dflash.{name}"] == getattr(config, name)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "d.gguf").tensors}
+    taps, groups = config.conv_kernel_size, config.hidden_size // config.conv_group_size
+    for part in ("attn", "ffn"):
+        # Dimensions are named from the innermost; a base kernel is added in float32, whatever the others are in.
+        base, projection = tensors[f"blk.1.{part}_conv_base"], tensors[f"blk.1.{part}_conv_proj.weight"]
+        assert (base.tensor_type.name, base.shape.tolist()) == ("F32", [config.hidden_size, taps, 2])
+        assert (projection.tensor_type.name, projection.shape.tolist()) == ("BF16", [32, 2 * taps * groups])
+    ours = model.layers[1].mlp_conv.base_kernel.float()
+    assert np.array_equal(tensors["blk.1.ffn_conv_base"].data, ours.detach().numpy())
+    for part, rows in (("predecessor", VOCAB), ("successor", VOCAB)):
+        assert tensors[f"selector_{part}.weight"].shape.tolist() == [config.selector_rank, rows]
+    assert tensors["selector_hidden.weight"].shape.tolist() == [32, config.selector_rank]
+
+
+@pytest.mark.parametrize("file_type", ("float32", "q8_0"))
+def test_a_list_of_tokens_comes_with_its_rows_of_the_head(file_type, tmp_path, target):
+    """Token ids there, offsets here; llama.cpp reads no rows of the target's own head then."""
+    model = with_some_tokens(drafter(tmp_path / "ours", draft_vocab_size=40))
+    model.save_pretrained(tmp_path / "ours")
+    done = export_drafter(str(tmp_path / "ours"), tmp_path / "d.gguf", "gguf", target=target, file_type=file_type)
+    assert any("40 tokens" in warning and "accept less" in warning for warning in done.warnings)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "d.gguf").tensors}
+    tokens = token_ids_of(model.d2t)
+    assert tensors["d2t"].tensor_type.name == "I64" and tensors["d2t"].data.tolist() == tokens.tolist()
+    head = load_file(f"{target}/model.safetensors")["lm_head.weight"][tokens]
+    rows = gguf.quants.dequantize(tensors["output.weight"].data, tensors["output.weight"].tensor_type)
+    assert np.abs(rows - head.numpy()).max() <= (0 if file_type == "float32" else head.abs().max() / 127)
+    imported = import_drafter(str(tmp_path / "d.gguf"), tmp_path / "back", target=target)
+    assert any("lm_head.weight: equal to those of" in note for note in imported.notes)
+    back = DFlashDraftModel.from_pretrained(tmp_path / "back")
+    assert torch.equal(back.d2t, model.d2t) and back.config.draft_vocab_size == 40
+    # Another head is seen, also beside weights that were rounded.
+    save_target(tmp_path / "other", seed=1)
+    with pytest.raises(ValueError, match="lm_head.weight differs from that of the target"):
+        import_drafter(str(tmp_path / "d.gguf"), tmp_path / "again", target=str(tmp_path / "other"))
+
+
+def test_the_rows_of_listed_tokens_are_read_from_a_targets_file(tmp_path):
+    model = with_some_tokens(drafter(tmp_path / "ours", draft_vocab_size=40))
+    model.save_pretrained(tmp_path / "ours")
+    tables = {name: np.random.default_rng(0).normal(size=(VOCAB, 32)).astype(np.float32) for name in ("tied", "own")}
+    quantized = gguf.quants.quantize(tables["own"], gguf.GGMLQuantizationType.Q4_0)
+    for name, more, expected in (
+        ("tied", {}, tables["tied"]),
+        ("own", {"output.weight": quantized}, gguf.quants.dequantize(quantized, gguf.GGMLQuantizationType.Q4_0)),
+    ):
+        file = target_file(tmp_path / "t.gguf", tensors={"token_embd.weight": tables["tied"]} | more)
+        export_drafter(str(tmp_path / "ours"), tmp_path / f"{name}.gguf", "gguf", target=file, file_type="float32")
+        rows = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / f"{name}.gguf").tensors}[
+            "output.weight"
+        ]
+        assert np.array_equal(rows, expected[token_ids_of(model.d2t)]), name
+    with pytest.raises(ValueError, match="no embedding in the target's file"):
+        export_drafter(str(tmp_path / "ours"), tmp_path / "d.gguf", "gguf", target=target_file(tmp_path / "t.gguf"))
+    biased = target_file(
+        tmp_path / "t.gguf", tensors={"token_embd.weight": tables["tied"], "output.bias": np.ones(VOCAB, np.float32)}
+    )
+    with pytest.raises(ValueError, match="has a bias"):
+        export_drafter(str(tmp_path / "ours"), tmp_path / "d.gguf", "gguf", target=biased)
+    assert not (tmp_path / "d.gguf").exists()
+
+
+def target_file(path, tokens=VOCAB, width=32, layers=8, sections=False, tensors=None):
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(layers)
     writer.add_embedding_length(width)
@@ -143,6 +212,9 @@ def target_file(path, tokens=VOCAB, width=32, layers=8, sections=False):
     if sections:
         writer.add_array("llama.rope.dimension_sections", [4, 4, 4, 0])
     writer.add_tensor("output_norm.weight", np.ones(width, dtype=np.float32))
+    for name, data in (tensors or {}).items():
+        kind = gguf.GGMLQuantizationType.Q4_0 if data.dtype == np.uint8 else None
+        writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -177,8 +249,7 @@ def test_what_llamacpp_computes_in_another_way_is_refused(tmp_path, target):
     cases = {
         "bias, yarn": "`attention_bias` is true",
         "mixed": "`block_causal` is",
-        "DFlash 2": "only plain DFlash drafters are written for it",
-        "selector": "`selector_rank` is 4",
+        "selector": "`selector_rank` is 4 without the other part",
     }
     assert set(KINDS) == {*SAYABLE, *cases}
     more = {
@@ -191,6 +262,7 @@ def test_what_llamacpp_computes_in_another_way_is_refused(tmp_path, target):
         "the window 3 is shorter than a block": {
             "layer_types": [SLIDING, FULL], "sliding_window": 3, "block_causal": [False, False]
         },
+        "hidden size 32 is below the 42 numbers": CONVOLUTION | SELECTOR,
     }  # fmt: skip
     for number, (kind, sentence, overrides) in enumerate(
         [(kind, sentence, {}) for kind, sentence in cases.items()]

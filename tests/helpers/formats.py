@@ -29,7 +29,8 @@ KINDS = {
         {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 30.0},
         {"zlab", "gguf"},
     ),
-    "DFlash 2": (CONVOLUTION | SELECTOR, {"zlab", "speculators"}),
+    # Five candidates: llama.cpp keeps their scores in a row of hidden states.
+    "DFlash 2": (CONVOLUTION | SELECTOR | {"selector_top_k": 5}, {"zlab", "speculators", "gguf"}),
     "selector": (SELECTOR, set()),
     "other heads, deeper": (
         {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 24, "block_size": 7},
