@@ -110,7 +110,7 @@ class DraftStatistics:
         since_baseline: drafted rounds since the last baseline round.
         rows, context: sequences, and tokens in the KV cache, where the times were measured.
         first_tried, first_accepted: drafts whose first token was verified, and accepted; these counts do not fade.
-        trees: by nodes, faded counts of rounds with a tree, and of the tokens that they added.
+        trees: by nodes, faded counts of tokens that chains were expected to add in rounds with a tree, and that trees did.
     """
 
     times: PassTimes = field(default_factory=PassTimes)

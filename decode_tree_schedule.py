@@ -29,8 +29,9 @@ from .decode_schedule import (
 # By nodes: tokens that a tree adds beside the target's own, over those that the chain adds. Replayed on six sets with the drafter
 # for SmolLM2 (docs/results/2026-12-01-draft-trees.md).
 GAIN = {7: 1.35, 15: 1.6, 31: 1.85}
-TRIES = 4.0  # rounds that this is worth
-OVERHEAD = 0.1  # of an untried tree, beyond its forward passes, in baseline passes
+TRIES = 4.0  # tokens of chains that this is worth
+# Of an untried tree, in baseline passes: what it costs beyond its forward passes, and a further node, as hoped.
+OVERHEAD, HOPED_SLOPE = 0.1, 0.01
 
 
 def kind_of(nodes: int) -> str:
@@ -42,37 +43,51 @@ def tree_tokens(trees: dict[int, tuple[float, float]], chain: float, nodes: int)
     """Return the tokens that a round with a tree is expected to add.
 
     Args:
-        trees: by nodes, faded counts of rounds and of the tokens that they added.
+        trees: by nodes, faded counts of tokens: what chains were expected to add beside the target's own, and what trees did.
         chain: expected tokens of the longest chain.
     """
-    rounds, added = trees.get(nodes, (0.0, 0.0))
-    return (TRIES * (1 + GAIN[nodes] * (chain - 1)) + added) / (TRIES + rounds)
+    expected, added = trees.get(nodes, (0.0, 0.0))
+    return 1 + (chain - 1) * (TRIES * GAIN[nodes] + added) / (TRIES + expected)
+
+
+def _largest_tried(times: PassTimes, nodes: int) -> tuple[int, float]:
+    """Return the tokens and the seconds of the largest pass that was measured, of at most `nodes + 1` tokens."""
+    longest = max(kind for kind in times.median if isinstance(kind, int) and kind <= nodes + 1)
+    tried = [(longest, target_seconds(times, longest)[-1])]
+    return max(
+        tried
+        + [(size + 1, times.median[kind_of(size)]) for size in GAIN if size < nodes and kind_of(size) in times.median]
+    )
 
 
 def tree_cost(times: PassTimes, nodes: int, kind: str = DRAFTING, clip: bool = False) -> float:
-    """Return the cost of a round with a tree, in baseline passes: as measured, or as passes of as many tokens and smaller trees say.
+    """Return the cost of a round with a tree, in baseline passes: as measured, or as the largest smaller pass says.
 
     Args:
         kind: of the drafter's forward pass.
-        clip: for the choice, not the charge: as in `target_seconds`.
+        clip: for the choice, not the charge: as in `target_seconds`. An untried tree is hoped to cost little more than a smaller
+            one, so that it is tried once.
     """
-    target, name = target_seconds(times, nodes + 1, clip), kind_of(nodes)
-    seconds = target[nodes + 1] + OVERHEAD * target[1]
-    for smaller in (size for size in GAIN if size < nodes and kind_of(size) in times.median):
-        seconds = max(seconds, times.median[kind_of(smaller)] + SLOPE * target[1] * (nodes - smaller))
+    baseline, name = target_seconds(times, 1)[1], kind_of(nodes)
+    tokens, seconds = _largest_tried(times, nodes)
+    seconds += (OVERHEAD + (HOPED_SLOPE if clip else SLOPE) * (nodes + 1 - tokens)) * baseline
     if times.count(name) > 1:
         seconds = times.median[name]
     elif name in times.median:
-        seconds = min(times.median[name], CLIP * seconds if clip else (nodes + 1) * target[1])
-    return (seconds + drafter_seconds(times, kind)) / target[1]
+        seconds = min(times.median[name], CLIP * seconds if clip else (nodes + 1) * baseline)
+    return (seconds + drafter_seconds(times, kind)) / baseline
 
 
 def worst_tree_cost(times: PassTimes, nodes: int) -> float:
-    """Return the same at worst: an untried pass costs in proportion to its tokens."""
+    """Return the same at worst: each further node of an untried tree costs what one of the largest smaller pass does."""
+    tokens, seconds = _largest_tried(times, nodes)
     if times.count(kind_of(nodes)) > 1:
         return tree_cost(times, nodes)
-    *_, longest = worst_costs(times, nodes)
-    return longest
+    if tokens == 1:
+        return worst_costs(times, nodes)[-1]
+    baseline = target_seconds(times, 1)[1]
+    node = max(seconds - baseline, SLOPE * baseline) / (tokens - 1)
+    return (seconds + (nodes + 1 - tokens) * node + drafter_seconds(times)) / baseline
 
 
 class TreeSchedule(DraftSchedule):
@@ -132,9 +147,10 @@ class TreeSchedule(DraftSchedule):
         statistics.times.add(kind_of(nodes), seconds[0])
         statistics.times.add(kind, seconds[1])
         length, accepted = chain
+        chain_tokens = expected_tokens(statistics, self.most)[-1]
         self._count_acceptance(length, [accepted])
-        rounds, added = statistics.trees.get(nodes, (0.0, 0.0))
-        statistics.trees[nodes] = FADE * rounds + 1, FADE * added + tokens
+        expected, added = statistics.trees.get(nodes, (0.0, 0.0))
+        statistics.trees[nodes] = FADE * expected + chain_tokens - 1, FADE * added + tokens - 1
         statistics.waited = 0
         statistics.since_baseline += 1
         cost = tree_cost(statistics.times, nodes, kind)

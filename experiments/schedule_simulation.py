@@ -34,6 +34,7 @@ TABLES = {
     "CPU, fast": (line(57, 78), 31),
     "CPU, slow": (line(57, 90), 42),
     "CPU, one token apart": (jump(57, 75, 80), 34),
+    "CPU, bfloat16": (line(63, 69), 8),  # 85 for 32 tokens and 104 for 64
     "a fifth a token": (line(20, 48), 6),
     "half a token": (line(20, 90), 2),
     "linear, light drafter": (line(20, 160), 2),

@@ -29,6 +29,19 @@ def test_trees_where_long_passes_cost_little_more(table, acceptance):
     assert mean(trees) < 0.9 * mean(chains) and mean(shares) > 0.5, (mean(trees) / mean(chains), mean(shares))
 
 
+@pytest.mark.parametrize("acceptance", (0.4, 0.6))
+def test_trees_are_found_within_a_short_text(acceptance):
+    """The first 64 tokens with a drafter and a target that were never timed."""
+    trees, chains, shares = [], [], []
+    for seed in range(12):
+        table = "CPU, bfloat16"
+        seconds, _, drafts = simulate(table, steady(acceptance), TreeSchedule(8), seed, tokens=64)
+        trees.append(seconds)
+        chains.append(simulate(table, steady(acceptance), DraftSchedule(8), seed, tokens=64)[0])
+        shares.append(sum(n < 0 for n in drafts) / len(drafts))
+    assert mean(trees) < 0.85 * mean(chains) and mean(shares) > 0.6, (mean(trees) / mean(chains), mean(shares))
+
+
 @pytest.mark.parametrize("acceptance", (0.3, 0.6, 0.8))
 @pytest.mark.parametrize("table", ("half a token", "linear, light drafter", "linear, heavy drafter"))
 def test_chains_where_passes_cost_in_proportion(table, acceptance):
