@@ -48,7 +48,8 @@ peers: $(VENV)/.test $(VENV)/.demo .venv-peers/.zlab .venv-speculators/.speculat
 	$(BIN)/python -m pytest -m peers
 
 # Builds llama.cpp's server once into the user's cache (some 20 minutes of one core), and serves what export writes.
-# A further drafter is one more row: make engines ENGINES='--pair NAME,DRAFTER,TARGET'.
+# A further drafter is one more row: make engines ENGINES='--pair NAME,DRAFTER,TARGET'; a target as users of llama.cpp have it, beside
+# a folder with the same model: ENGINES='--quantized FILE.gguf,FOLDER'.
 ENGINES ?=
 engines: $(VENV)/.test $(VENV)/.demo $(VENV)/.engines
 	$(BIN)/python -m dflash_hub.experiments.llamacpp $(ENGINES)

@@ -2,183 +2,257 @@
 
     python -m dflash_hub.experiments.llamacpp --output build/engines
 
-For each pair of a drafter and a target:
-- `export --to gguf` states and holds what llama.cpp's own converter makes of `export --to zlab`, in every type of weights;
-- its server writes the greedy text of transformers; where it does not, the two best tokens are nearly tied there;
-- its acceptance length is ours within 3%, over the prompts with the same text.
+Three drafters for SmolLM2-135M-Instruct in float32: the shipped one; it with a list of tokens; it with DFlash 2's parts, which say
+something. Of each:
+- `export --to gguf` states and holds what llama.cpp's own converter makes of the same drafter;
+- the server writes the greedy text of transformers; another is excused where plain's two best scores are tied;
+- its acceptance length is ours within 3%, on each prompt with the same text.
+
+`--quantized FILE,FOLDER` adds a target as users of llama.cpp have it, with a fresh drafter: with and without it the server must write the
+same text.
 """
 
 import dataclasses
-import sys
+import itertools
 from pathlib import Path
 from typing import Annotated
 
 import torch
+import transformers
 import typer
 
-from ..benchmark.bench import Bench, read_records, run_bench
-from ..benchmark.report import round_totals, tau_of, write_report
+from ..benchmark.baselines.served import Served, round_totals
+from ..benchmark.bench import Bench, measure
+from ..benchmark.methods import Generate, Ours, TimedProposer
+from ..benchmark.report import TIE, tau_of
+from ..common.chat import first_turn
 from ..common.console import run_plainly
+from ..common.loading import load_tokenizer
 from ..common.prompts import DEMO_PROMPTS, load_prompts
 from ..common.server import Server
 from ..common.smollm2 import smollm2
 from ..common.tables import table
 from ..convert.exporting import export_drafter
-from ..convert.gguf_files import FILE_TYPES
+from ..convert.init import init_drafter
+from ..convert.upgrading import upgrade_drafter
 from ..modeling_dflash import DFlashDraftModel
+from ..training.vocabulary import write_with_vocabulary
+from .llamacpp_files import CONVERTER_TYPES, check_files
 from .llamacpp_server import converted, llamacpp, serving
 
 HERE = Path(__file__).parent.parent
-CONVERTER_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "q8_0": "q8_0"}
-# What the converter takes from the names of folders, and one setting of the tokenizer that it states for some models only.
-DESCRIBING = ("general.name", "general.basename", "general.size_label", "general.version", "general.finetune")
-SOMETIMES = ("tokenizer.ggml.add_bos_token",)
+RESPONSES = HERE / "data" / "responses" / "smollm2-135m-instruct.jsonl"
 NEAR = 0.03  # of acceptance length
-# Gap of the two best logits at which another text is taken for a tie: rounding in float32, and of activations to 8 bits beside
-# weights that are quantized.
-TIE, TIE_QUANTIZED = 0.02, 0.5
+COLUMNS = ["pair", "prompt", "text", "acceptance length, ours", "llama.cpp"]
+# What is written in every type of weights for the first pair is written in these for the others.
+FEW_TYPES = ("float32", "q8_0")
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A drafter, its target as transformers loads it, and the target's GGUF file if it is not to be converted in float32."""
+    """A drafter, and its target as transformers loads it."""
 
     name: str
     drafter: str
     target: str
-    file: str | None = None
 
 
-def differences(ours: Path, theirs: Path) -> list[str]:
-    """What two GGUF files state or hold differently, a sentence each."""
-    import gguf
-    import numpy as np
+class ListedOnly(TimedProposer):
+    """Drafts from the listed tokens alone: other readers of a list do not add those of the text at hand."""
 
-    mine, other = gguf.GGUFReader(ours), gguf.GGUFReader(theirs)
-    stated = [
-        {
-            name: field.contents()
-            for name, field in reader.fields.items()
-            if "." in name and not name.startswith("GGUF.")
-        }
-        for reader in (mine, other)
-    ]
-    for said in stated:
-        for name in DESCRIBING:
-            said.pop(name, None)
-    names = set(stated[0]) | set(stated[1])
-    names -= {name for name in SOMETIMES if name not in stated[1]} | {
-        name for name in SOMETIMES if name not in stated[0]
-    }
-    found = [
-        f"{name}: {str(stated[0].get(name))[:60]} here, {str(stated[1].get(name))[:60]} there"
-        for name in sorted(names)
-        if stated[0].get(name) != stated[1].get(name)
-    ]
-    tensors = [{tensor.name: tensor for tensor in reader.tensors} for reader in (mine, other)]
-    found += [f"only one file holds {name}" for name in sorted(set(tensors[0]) ^ set(tensors[1]))]
-    for name in sorted(set(tensors[0]) & set(tensors[1])):
-        here, there = tensors[0][name], tensors[1][name]
-        if here.tensor_type != there.tensor_type or list(here.shape) != list(there.shape):
-            found.append(f"{name} is {here.tensor_type.name} {list(here.shape)} here, {there.tensor_type.name} there")
-        elif not np.array_equal(here.data, there.data):
-            found.append(f"{name} holds other values")
-    return found
+    def see(self, *added):
+        pass
 
 
-def check_files(pair: Pair, source: Path, folder: Path) -> list[str]:
-    """Write the drafter in every type of weights, and compare each file with the converter's."""
-    export_drafter(pair.drafter, folder / "zlab", "zlab", force=True)
-    faults = []
-    for ours, theirs in CONVERTER_TYPES.items():
-        assert ours in FILE_TYPES
-        file = folder / f"drafter-{ours}.gguf"
-        export_drafter(pair.drafter, file, "gguf", force=True, target=pair.target, file_type=ours)
-        (folder / f"converter-{ours}.gguf").unlink(missing_ok=True)
-        other = converted(source, folder / "zlab", folder / f"converter-{ours}.gguf", theirs, pair.target)
-        faults += [f"{pair.name}, {ours}: {sentence}" for sentence in differences(file, other)]
-        other.unlink()
-    return faults
+class AsEngines(Ours):
+    """Our loop, with candidates as other readers of a drafter have them."""
+
+    def _proposer(self, target, inputs, seed, plain_ids, clock):
+        return ListedOnly(self.drafter, target, clock)
 
 
-def measure(pair: Pair, source: Path, server: Path, folder: Path, sets: list, max_new_tokens: int, command: str):
+def say(sentence: str):
+    typer.echo(sentence, err=True)
+
+
+def drafters_of_smollm2(folder: Path) -> list[Pair]:
+    """Make the drafters from the shipped one."""
+    target = smollm2()[0]
+    write_with_vocabulary(str(HERE), folder / "list" / "drafter", [str(RESPONSES)], 4096, force=True)
+    upgrade_drafter(HERE, folder / "dflash-2" / "fresh", force=True)
+    speaking(folder / "dflash-2" / "fresh", folder / "dflash-2" / "drafter")
+    made = [Pair(name, str(folder / name / "drafter"), target) for name in ("list", "dflash-2")]
+    return [Pair("shipped", str(HERE), target), *made]
+
+
+def speaking(fresh: Path, folder: Path):
+    """Write an upgraded drafter whose parts change its drafts: what a fresh part computes wrongly would not show."""
+    drafter = DFlashDraftModel.from_pretrained(fresh, dtype="auto")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in drafter.named_parameters():
+            if "base_kernel" in name or "kernel_projection" in name:
+                tensor.add_(0.02 * torch.randn_like(tensor))
+            elif "successor_codebook" in name:
+                tensor.normal_(std=2.0)
+    drafter.save_pretrained(folder)
+
+
+def compare(
+    pair: Pair, target_file: Path, server: Path, folder: Path, prompts: list, max_new_tokens: int
+) -> list[dict]:
     """Run the baseline, ours with a full block, and the server without and with the drafter, on the same prompts."""
-    target = pair.file or converted(source, pair.target, folder / "target.gguf", "f32")
     drafts = DFlashDraftModel.from_pretrained(pair.drafter).config.block_size - 1
-    cache = ["-ctk", "f32", "-ctv", "f32"] if pair.file is None else []
-    common = ["-m", target, "-c", 4096, "-t", torch.get_num_threads(), *cache]
-    drafting = ["-md", folder / "drafter-float32.gguf", "--spec-type", "draft-dflash", "--spec-draft-n-max", drafts]
+    common = ["-m", target_file, "-c", 4096, "-t", torch.get_num_threads(), "-ctk", "f32", "-ctv", "f32"]
+    records = []
     with (
         serving(server, common, folder / "plain.log") as plain,
-        serving(server, [*common, *drafting], folder / "drafting.log") as drafted,
+        serving(server, common + drafting(folder / "drafter-float32.gguf", drafts), folder / "drafted.log") as drafted,
     ):
-        servers = [Server(plain, None), Server(drafted, None)]
-        bench = Bench(pair.target, pair.drafter, None, "float32", max_new_tokens, 0.0, None, None, servers)
-        run_bench(folder / "bench", bench, ["baseline", f"ours-{drafts}", "served", "served-2"], sets, None, 0, command)
-    return f"ours-{drafts}"
+        bench = Bench(pair.target, pair.drafter, None, "float32", max_new_tokens, 0.0, None)
+        runners = {
+            "baseline": Generate("baseline", bench),
+            "ours": AsEngines("ours", bench, num_assistant_tokens=drafts),
+            "plain": Served("plain", bench, Server(plain, None)),
+            "drafted": Served("drafted", bench, Server(drafted, None)),
+        }
+        for name, rows in prompts:
+            for row in rows:
+                say(f"{pair.name}: {row['id']}")
+                records += measure(bench, runners, name, row, 0)
+    return records
 
 
-def judge(pair: Pair, records: list[dict], ours: str) -> tuple[list[list], list[str]]:
-    """(rows of a table, faults): texts and acceptance length of the server beside ours, prompt by prompt."""
-    by = {(r["method"], r["set"], r["id"], r["turn"]): r for r in records}
+def drafting(file: Path, drafts: int) -> list:
+    return ["-md", file, "--spec-type", "draft-dflash", "--spec-draft-n-max", drafts]
+
+
+def judge(pair: str, records: list[dict]) -> tuple[list[list], list[str]]:
+    """(rows of a table, faults): the server's text and acceptance length beside ours, prompt by prompt."""
+    by = {(r["set"], r["id"], r["turn"], r["method"]): r for r in records}
     rows, faults, same = [], [], []
-    tie = TIE if pair.file is None else TIE_QUANTIZED
-    for (method, *place), record in sorted(by.items()):
-        if method != "served-2":
+    for *place, method in by:
+        if method != "drafted":
             continue
-        mine = by[ours, *place]
-        gap = record.get("tie_gap")
-        if record["same_text"]:
-            same.append((mine, record))
-        elif gap > tie:
-            faults.append(
-                f"{pair.name}, {' '.join(map(str, place))}: another text, where the two best logits are {gap:.3f} apart"
-            )
-        lengths = [tokens / rounds if rounds else float("nan") for tokens, rounds in map(round_totals, (mine, record))]
-        text = "same" if record["same_text"] else f"another, gap {gap:.4f}"
-        rows.append([pair.name, *place[:2], text, f"{lengths[0]:.2f}", f"{lengths[1]:.2f}"])
+        ours, plain, drafted = (by[*place, name] for name in ("ours", "plain", "drafted"))
+        prompt, gap = " ".join(map(str, place)), drafted.get("tie_gap")
+        here, there = tau_of([ours]), tau_of([drafted])
+        if drafted["same_text"]:
+            same.append((ours, drafted))
+            if not abs(there / here - 1) <= NEAR:
+                faults.append(f"{pair}, {prompt}: acceptance length {there:.2f} there, {here:.2f} here")
+        elif gap > TIE:
+            also = "with its drafter and without" if plain["new_ids"] == drafted["new_ids"] else "with its drafter"
+            faults.append(f"{pair}, {prompt}: another text {also}, where plain's two best scores are {gap:.1e} apart")
+        rows.append([pair, prompt, named(gap), f"{here:.2f}", f"{there:.2f}"])
     if not same:
-        return rows, [*faults, f"{pair.name}: no text is the same"]
-    here, there = tau_of([mine for mine, _ in same]), tau_of([theirs for _, theirs in same])
-    rows.append([pair.name, "all", f"{len(same)} texts", "same", f"{here:.2f}", f"{there:.2f}"])
-    if abs(there / here - 1) > NEAR:
-        faults.append(f"{pair.name}: acceptance length {there:.2f} there, {here:.2f} here")
+        return rows, [*faults, f"{pair}: no text is the same"]
+    here, there = (tau_of([*records]) for records in zip(*same))
+    return [*rows, [pair, f"all {len(same)} with the same text", "", f"{here:.2f}", f"{there:.2f}"]], faults
+
+
+def named(gap: float | None) -> str:
+    """What a text is beside plain's, by the gap of plain's two best scores where they part; None where they do not."""
+    return "the same" if gap is None else f"{'a tie' if gap <= TIE else 'another'}, {gap:.1e}"
+
+
+def compare_quantized(file: Path, target: str, server: Path, folder: Path, prompts: list, max_new_tokens: int):
+    """Serve a target's own file without a drafter and with a fresh one: (rows of a table, faults).
+
+    A fresh drafter is right by chance alone, so that nearly all that is verified is taken back.
+
+    Args:
+        target: a folder with the same model, from which the drafter takes its shapes and prompts their template.
+    """
+    say(f"{file.stem}: making a drafter")
+    init_drafter(target, str(folder / "drafter"), layers=2, block_size=8, force=True)
+    exported, tokenizer = folder / "drafter.gguf", load_tokenizer(target)
+    export_drafter(str(folder / "drafter"), exported, "gguf", force=True, target=str(file), file_type="bfloat16")
+    common, answers = ["-m", file, "-c", 4096, "-t", torch.get_num_threads()], []
+    with (
+        serving(server, common, folder / "plain.log") as plain,
+        serving(server, common + drafting(exported, 7), folder / "drafted.log") as drafted,
+    ):
+        alone, beside = Server(plain, None), Server(drafted, None)
+        for row in itertools.chain(*(rows for _, rows in prompts)):
+            say(f"{file.stem}: {row['id']}")
+            ids = tokenizer.apply_chat_template(first_turn(row), add_generation_prompt=True, return_dict=True)[
+                "input_ids"
+            ]
+            one, two = (each.continue_ids(ids, max_new_tokens) for each in (alone, beside))
+            gap = None if one.ids == two.ids else served_gap(alone, ids, one.ids, two.ids)
+            answers.append((row["id"], gap, round_totals(two, {}, {})))
+    return judge_quantized(file.stem, answers)
+
+
+def judge_quantized(
+    pair: str, answers: list[tuple[str, float | None, list[int] | None]]
+) -> tuple[list[list], list[str]]:
+    """(rows of a table, faults) of prompts: the gap where texts part, and what the rounds added."""
+    rows, faults = [], []
+    for prompt, gap, totals in answers:
+        if gap is not None and gap > TIE:
+            faults.append(
+                f"{pair}, {prompt}: another text than without the drafter, where its two best scores are {gap:.1e} apart"
+            )
+        if totals is None:
+            faults.append(f"{pair}, {prompt}: nothing was drafted")
+        tau = "" if totals is None else f"{totals[0] / totals[1]:.2f}"
+        rows.append([pair, prompt, f"{named(gap)} (llama.cpp alone)", "", tau])
     return rows, faults
 
 
+def served_gap(server: Server, prompt: list[int], text: list[int], other: list[int]) -> float:
+    """How far apart the server's two best log probabilities are where another text parts from its own."""
+    at = next((i for i, pair in enumerate(zip(text, other)) if pair[0] != pair[1]), min(len(text), len(other)))
+    body = {"prompt": prompt + text[:at], "temperature": 0.0, "n_predict": 1, "n_probs": 2, "cache_prompt": False}
+    best = server.request("/completion", body)["completion_probabilities"][0]["top_logprobs"]
+    return best[0]["logprob"] - best[1]["logprob"]
+
+
 def main(
-    output: Annotated[Path, typer.Option(help="Folder of files, logs and records; a run is resumed.")] = Path(
-        "build/engines"
-    ),
+    output: Annotated[Path, typer.Option(help="Folder of files and logs.")] = Path("build/engines"),
     prompts: Annotated[list[str] | None, typer.Option(help="A set by name or a JSONL file; repeatable.")] = None,
     count: Annotated[int, typer.Option(help="Prompts a set.")] = 5,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to write per prompt.")] = 96,
-    pair: Annotated[
+    pair: Annotated[list[str] | None, typer.Option(help="A further drafter, NAME,DRAFTER,TARGET; repeatable.")] = None,
+    quantized: Annotated[
         list[str] | None,
-        typer.Option(help="A further row, NAME,DRAFTER,TARGET or NAME,DRAFTER,TARGET,TARGET.gguf; repeatable."),
+        typer.Option(help="A target's GGUF file and a folder with the same model, FILE,FOLDER; repeatable."),
     ] = None,
-    shipped: Annotated[bool, typer.Option(help="The shipped drafter.")] = True,
+    shipped: Annotated[bool, typer.Option(help="The shipped drafter, and those made from it.")] = True,
 ):
     """Serve exported drafters with llama.cpp, and compare text and acceptance length with ours."""
+    transformers.utils.logging.disable_progress_bar()
     source, server = llamacpp()
-    pairs = [Pair("shipped", str(HERE), smollm2()[0])] if shipped else []
+    pairs = drafters_of_smollm2(output) if shipped else []
     pairs += [Pair(*text.split(",")) for text in pair or []]
     sets = [load_prompts(name, count, None) for name in prompts or [str(DEMO_PROMPTS)]]
     rows, faults = [], []
-    for each in pairs:
+    for number, each in enumerate(pairs):
         folder = output / each.name
         folder.mkdir(parents=True, exist_ok=True)
-        faults += check_files(each, source, folder)
-        ours = measure(each, source, server, folder, sets, max_new_tokens, " ".join(sys.argv))
-        found, wrong = judge(each, read_records(folder / "bench"), ours)
+        say(f"{each.name}: files")
+        types = FEW_TYPES if number else tuple(CONVERTER_TYPES)
+        faults += [f"{each.name}, {fault}" for fault in check_files(each.drafter, each.target, source, folder, types)]
+        target_file = converted(source, each.target, output / f"{Path(each.target).name}.gguf", "f32")
+        found, wrong = judge(each.name, compare(each, target_file, server, folder, sets, max_new_tokens))
         rows, faults = rows + found, faults + wrong
-        typer.echo(write_report(folder / "bench"))
-    typer.echo(table(["pair", "set", "prompt", "text", "acceptance length, ours", "llama.cpp"], rows))
+    for text in quantized or []:
+        file, target = text.split(",")
+        folder = output / Path(file).stem
+        folder.mkdir(parents=True, exist_ok=True)
+        found, wrong = compare_quantized(Path(file), target, server, folder, sets, max_new_tokens)
+        rows, faults = rows + found, faults + wrong
+    typer.echo(table(COLUMNS, rows))
     for fault in faults:
         typer.echo(f"FAULT: {fault}")
     if faults:
         raise typer.Exit(1)
-    typer.echo(f"{len(pairs)} pair(s): files equal, texts the same or tied, acceptance length within {NEAR:.0%}")
+    typer.echo(
+        f"{len(pairs) + len(quantized or [])} pair(s): files equal to the converter's, texts the same or tied, acceptance length within "
+        f"{NEAR:.0%} on each prompt"
+    )
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 import stat
 import sys
 import urllib.request
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
 import pytest
-from dflash_hub.experiments.llamacpp import Pair, differences, judge
+from dflash_hub.experiments.llamacpp import judge, judge_quantized, served_gap
+from dflash_hub.experiments.llamacpp_files import differences
 from dflash_hub.experiments.llamacpp_server import serving
 
 FAKE = """#!{python}
@@ -22,40 +24,70 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
 """
 
 
-def record(method, number, rounds, same=True, gap=None, totals=None):
-    place = {"method": method, "set": "s", "id": f"p{number}", "turn": 0}
+def record(method, number, rounds, same=True, gap=None, totals=None, ids=()):
+    place = {"method": method, "set": "s", "id": f"p{number}", "turn": 0, "new_ids": list(ids)}
     return place | {"rounds": rounds, "round_totals": totals, "same_text": same} | ({} if same else {"tie_gap": gap})
 
 
-def judged(*served, file=None):
+def judged(*served):
     """Ours makes ten rounds of three tokens in each text; `served` says how the server did."""
-    records = [record("ours-4", number, [3] * 10) for number in range(len(served))]
-    records += [record("served-2", number, [], **answer) for number, answer in enumerate(served)]
-    return judge(Pair("row", "drafter", "target", file), records, "ours-4")
+    records = [record("ours", number, [3] * 10) for number in range(len(served))]
+    records += [record("plain", number, []) for number in range(len(served))]
+    records += [record("drafted", number, [], **answer) for number, answer in enumerate(served)]
+    return judge("row", records)
 
 
-def test_texts_and_acceptance_are_judged():
-    same, fewer = {"totals": [30, 10]}, {"totals": [30, 11]}
+def test_texts_and_acceptance_are_judged_prompt_by_prompt():
+    same, fewer, more = {"totals": [30, 10]}, {"totals": [300, 104]}, {"totals": [300, 96]}
     rows, faults = judged(same, same)
-    assert faults == [] and rows[-1] == ["row", "all", "2 texts", "same", "3.00", "3.00"]
-    assert rows[0] == ["row", "s", "p0", "same", "3.00", "3.00"]
-    _, faults = judged(fewer, fewer)
-    assert faults == ["row: acceptance length 2.73 there, 3.00 here"]
+    assert faults == [] and rows[-1] == ["row", "all 2 with the same text", "", "3.00", "3.00"]
+    assert rows[0] == ["row", "s p0 0", "the same", "3.00", "3.00"]
+    # Faults that even out over the prompts.
+    rows, faults = judged(fewer, more)
+    assert rows[-1][-1] == "3.00" and faults == [
+        "row, s p0 0: acceptance length 2.88 there, 3.00 here",
+        "row, s p1 0: acceptance length 3.12 there, 3.00 here",
+    ]
+    assert judged(same, {"totals": [300, 102]})[1] == []
     # A tie is told, and its rounds are not compared; another text is a fault.
-    rows, faults = judged(same, {"same": False, "gap": 0.01, "totals": [10, 10]})
-    assert faults == [] and rows[1][3] == "another, gap 0.0100" and rows[-1][2] == "1 texts"
-    _, faults = judged(same, {"same": False, "gap": 0.1, "totals": [30, 10]})
-    assert faults == ["row, s p1 0: another text, where the two best logits are 0.100 apart"]
-    assert judged(same, {"same": False, "gap": 0.1, "totals": [30, 10]}, file="q4.gguf")[1] == []
-    assert judged({"same": False, "gap": 0.01, "totals": [30, 10]})[1] == ["row: no text is the same"]
+    rows, faults = judged(same, {"same": False, "gap": 9e-5, "totals": [10, 10]})
+    assert faults == [] and rows[1][2] == "a tie, 9.0e-05" and rows[-1][1] == "all 1 with the same text"
+    _, faults = judged(same, {"same": False, "gap": 2e-4, "totals": [30, 10], "ids": [7]})
+    assert faults == ["row, s p1 0: another text with its drafter, where plain's two best scores are 2.0e-04 apart"]
+    assert "with its drafter and without" in judged(same, {"same": False, "gap": 2e-4, "totals": [30, 10]})[1][0]
+    assert judged({"same": False, "gap": 1e-5, "totals": [30, 10]})[1] == ["row: no text is the same"]
 
 
-def written(path, block=8, value=1.0, name="a drafter", bos=None):
+def test_a_quantized_target_is_judged_by_its_own_text():
+    rows, faults = judge_quantized("q4", [("a", None, [40, 38]), ("b", 5e-5, [40, 40])])
+    assert faults == [] and rows[0] == ["q4", "a", "the same (llama.cpp alone)", "", "1.05"]
+    assert rows[1][2] == "a tie, 5.0e-05 (llama.cpp alone)"
+    _, faults = judge_quantized("q4", [("a", 0.2, [40, 38]), ("b", None, None)])
+    assert [fault.split(": ")[1][:21] for fault in faults] == ["another text than wit", "nothing was drafted"]
+
+
+def test_the_gap_of_a_served_text_is_asked_for_where_it_parts():
+    asked = []
+
+    def request(path, body):
+        asked.append(body)
+        best = [{"id": 5, "logprob": -0.5}, {"id": 6, "logprob": -0.75}]
+        return {"completion_probabilities": [{"top_logprobs": best}]}
+
+    server = SimpleNamespace(request=request)
+    assert served_gap(server, [1, 2], [3, 4, 5], [3, 4, 6]) == 0.25
+    served_gap(server, [1, 2], [3, 4, 5], [3, 4])
+    assert [body["prompt"] for body in asked] == [[1, 2, 3, 4]] * 2
+
+
+def written(path, block=8, value=1.0, name="a drafter", bos=None, more=None):
     writer = gguf.GGUFWriter(path, "dflash")
     writer.add_name(name)
     writer.add_uint32("dflash.block_size", block)
     if bos is not None:
         writer.add_add_bos_token(bos)
+    if more is not None:
+        writer.add_bool(more, True)
     writer.add_tensor("fc.weight", np.full((2, 32), value, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -70,6 +102,9 @@ def test_differences_of_two_files_are_seen(tmp_path):
     assert differences(ours, written(tmp_path / "theirs.gguf", bos=True)) == [
         "tokenizer.ggml.add_bos_token: False here, True there"
     ]
+    more = written(tmp_path / "theirs.gguf", bos=False, more="dflash.sample_from_anchor")
+    assert differences(ours, more, ("dflash.sample_from_anchor",)) == []
+    assert differences(ours, more) == ["dflash.sample_from_anchor: None here, True there"]
     assert differences(ours, written(tmp_path / "theirs.gguf", block=16)) == ["dflash.block_size: 8 here, 16 there"]
     assert differences(ours, written(tmp_path / "theirs.gguf", value=2.0)) == ["fc.weight holds other values"]
 
