@@ -64,7 +64,7 @@ class Prefill:
         if recorder.wants_states:
             recorder.heed_choice(outputs.get("hidden_states"), hidden_states_request(self.layer_ids))
             recorder.add_states(outputs, self.new, [], None)
-        self.runner.begin(self.kwargs, outputs[CACHE], self.prompt.shape[1], self.past + self.new)
+        self.runner.begin(self.kwargs, outputs[CACHE], self.prompt.shape[1], self.past + self.new, self.call.config)
         # The logits of a whole prompt can be large: a copy of the last ones lets go of the others.
         return outputs.logits[:, -1:].to(device=self.state.device, dtype=torch.float32, copy=True)
 

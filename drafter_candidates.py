@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import CandidateGenerator
 
 from .drafter_draft import AcceptedTokens, Draft, Plan
+from .drafter_fixed import FixedContext
 from .drafter_heads import Candidates
 from .drafter_paths import MostLikely, edges, path_head, walk
 from .drafter_tree import MAX_SIBLINGS
@@ -47,7 +48,7 @@ class DFlashProposer:
         self.max_draft_tokens = self.block_size - 1
         self.num_passes = 0
 
-        self.cache = DynamicCache(config=drafter.config)
+        self.cache: DynamicCache | FixedContext = DynamicCache(config=drafter.config)
         self.cache.activate_past_recording()
         self.unread: list[AcceptedTokens] = []
         self.seen: list[int] | None = None  # context tokens in the KV cache by sequence, once these differ
@@ -74,6 +75,8 @@ class DFlashProposer:
         """Draft a chain of `plan.num_draft_tokens` tokens behind the anchor (B, 1), or a tree as deep as that."""
         accepted, self.unread = AcceptedTokens.joined(self.unread), []
         self.see(accepted, AcceptedTokens(anchor, []))
+        if FixedContext.fits(self.drafter, plan.fixed, accepted, self.cache):
+            self.cache = FixedContext(self.drafter, self.cache, self.seen, self.start, plan.fixed, len(anchor))
         candidates = self.candidates(anchor, accepted.states, plan.num_draft_tokens, counts=accepted.counts)
         if plan.num_nodes is not None:
             ids, log_probs = self._ranked(candidates, anchor, sampler, min(plan.num_nodes, MAX_SIBLINGS))
@@ -120,9 +123,8 @@ class DFlashProposer:
         """Remember the context beside the target's KV cache, for a later call that is handed the same cache."""
         if self.unread:
             own = [[*tokens] for tokens in self.head.own] if self.head.reads_text else []
-            _KEPT[cache] = KeptContext(
-                weakref.ref(self.drafter), ids, self.cache, self.seen, self.start, self.unread, own
-            )
+            context = self.cache.unfixed() if isinstance(self.cache, FixedContext) else self.cache
+            _KEPT[cache] = KeptContext(weakref.ref(self.drafter), ids, context, self.seen, self.start, self.unread, own)
 
     def resume(self, cache: Cache, prefix: torch.LongTensor | None, batch: int, length: int) -> torch.LongTensor | None:
         """Take up the context that was kept beside a cache, if it is of this drafter and of all tokens in the cache.
@@ -187,6 +189,9 @@ class DFlashProposer:
         """Run the drafter: hidden states (B, K, H) of a block. The context's keys and values stay in the KV cache, the block's leave it."""
         self.num_passes += 1
         rows, new = context_hidden_states.shape[:2]
+        if isinstance(self.cache, FixedContext):
+            self.seen = None if self.seen is None else [seen + new for seen in self.seen]
+            return self.cache.denoise(noise_embeds, context_hidden_states)
         if counts is not None and self.seen is None:
             self.seen = [self.cache.get_seq_length()] * rows
         position_ids = shift = None

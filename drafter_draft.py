@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .drafter_tree import best_first
+from .target_compiled import FixedShapes
 from .target_shift import to_device
 from .target_tree import TreeShape
 
@@ -23,10 +24,12 @@ class Plan:
     Args:
         num_draft_tokens: positions behind the anchor; 0 for a round without draft tokens.
         num_nodes: tokens of a draft tree over these positions; None for a chain.
+        fixed: how forward passes run beside a static KV cache; None beside another one.
     """
 
     num_draft_tokens: int
     num_nodes: int | None = None
+    fixed: FixedShapes | None = None
 
 
 @dataclass

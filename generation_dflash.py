@@ -311,7 +311,7 @@ class Decoding:
             wanted = min((n for n in choices if n >= wanted > 0), default=min(wanted, room))
         if min(wanted, room) == 0:
             state.speculation.count_undrafted(self.schedule.most, left, min(most, room))
-        return Plan(min(wanted, room), self._num_nodes())
+        return Plan(min(wanted, room), self._num_nodes(), runner.fixed)
 
     def _num_nodes(self) -> int | None:
         """Return the size of the coming tree, as far as the KV cache has room for its pass; None for a chain."""
@@ -389,25 +389,24 @@ class Decoding:
             state.speculation.add_round(row, drafted, accepted[row], path.counts[row], len(draft), path.branches)
         if draft.scores is not None:
             state.speculation.add_tree(1 + sum(map(math.exp, draft.scores)), path.longest)
-        if self.clock.wanted and draft.parents is not None:
+        seconds, context, fixed = self.clock.stop(), self.runner.inputs.columns, self.runner.fixed
+        observed = self.clock.wanted and not (fixed is not None and fixed.warms(path.fed))
+        if observed and draft.parents is not None:
             chain = [node + 1 for node in draft.best_chain]  # rows of the pass
             same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chain, path.rows[0][1:]))
-            context = self.runner.inputs.columns
-            self.schedule.observe_tree(len(draft), (len(chain), len([*same])), path.longest, self.clock.stop(), context)
-        elif self.clock.wanted:
+            self.schedule.observe_tree(len(draft), (len(chain), len([*same])), path.longest, seconds, context)
+        elif observed:
             in_lockstep = state.batch > 1 and state.lockstep
             counts = [min(drafted, path.counts[row] - 1) if in_lockstep else accepted[row] for row in running]
-            self.schedule.observe(drafted, counts, *self.clock.stop(), len(running), self.runner.inputs.columns)
+            self.schedule.observe(drafted, counts, *seconds, len(running), context)
 
     def commit(self, path: Path, outputs):
         """Keep the path: its keys and values in the target's KV cache, its hidden states for the proposer."""
         state, runner = self.state, self.runner
         if self.drafting:
-            states = []
-            if layer_ids := self.proposer.target_layer_ids:
-                states = [
-                    path.select(layer) for layer in target_hidden_states(outputs.hidden_states, self.target, layer_ids)
-                ]
+            layer_ids = self.proposer.target_layer_ids
+            layers = target_hidden_states(outputs.hidden_states, self.target, layer_ids) if layer_ids else []
+            states = [runner.select(path, layer) for layer in layers]
             self.proposer.read(AcceptedTokens(runner.kept_ids(path), states, None if path.even else path.counts))
             # From the boundary of a dynamic NTK on, no pass may hold more than one token.
             self.drafting = not runner.past_drafting(state.text.lengths, path.longest)

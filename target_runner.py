@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer, StaticSlidingWindowLayer
 
 from .target_cache import CacheRollback, cached_length, refuse_unknown
@@ -25,6 +25,7 @@ from .target_check import (
     num_fed,
     tolerance,
 )
+from .target_compiled import FixedShapes
 from .target_model import CACHE, PassLimits, RoundInputs
 from .target_ranks import TargetRanks
 from .target_shift import RowShift
@@ -86,6 +87,7 @@ class TargetRunner:
     Attributes:
         num_passes, num_check_passes, num_replay_passes: forward passes made; the latter two are among the first.
         reached: rows of the newest verified pass whose logits the text has come to: plain `generate` has fed these.
+        fixed: how forward passes run beside a static KV cache; None beside another one.
         mask_form: how the target takes the mask of a draft tree; None until `check_trees` has found out.
     """
 
@@ -111,6 +113,7 @@ class TargetRunner:
         self.verified: torch.LongTensor | None = None  # what the newest verified pass was given
         self.fed, self.reached = 0, []
         self.mask_form: str | None = None
+        self.fixed: FixedShapes | None = None
         self.guard()
 
     def guard(self):
@@ -119,12 +122,14 @@ class TargetRunner:
             refuse_unknown(self.cache, self.target)
             self.before = CacheSnapshot(self.cache)
 
-    def begin(self, model_kwargs: dict, cache: Cache, prompt_length: int, columns: int):
+    def begin(self, model_kwargs: dict, cache: Cache, prompt_length: int, columns: int, config: GenerationConfig):
         """Go on after the prefill, whose `cache` holds the prompt: `columns` tokens of each sequence."""
         self.cache = cache
         columns = cached_length(cache) or columns
         self.inputs = RoundInputs(model_kwargs, self.batch, prompt_length, columns, self.device)
         self.rollback = CacheRollback(cache, self.target)
+        alone = self.rollback.recurrent is None and not self.ranks.shared
+        self.fixed = FixedShapes.of(self.target, cache, config, columns + config.max_length - prompt_length, alone)
 
     # ---- how far a forward pass may reach
 
@@ -160,16 +165,17 @@ class TargetRunner:
         self.fed, self.reached, self.verified = count, [], ids
         self.guard()
         with self.rollback.verifying():
-            outputs = self.read(ids, count, finished, shape=shape)
+            outputs = self.read(ids, count, finished, shape=shape, forward=self.fixed and self.fixed.forward)
         if outputs[CACHE] is not self.cache:  # Phi-3 starts a new one at the boundary of its RoPE
             self.rollback.close()
-            self.cache, self.before = outputs[CACHE], None
+            self.cache, self.before, self.fixed = outputs[CACHE], None, None
             self.rollback = CacheRollback(self.cache, self.target)
         self.reached = [0]
         return outputs
 
     def read(
-        self, ids: torch.LongTensor, count: int, finished: list[bool] = (), at_start: bool = False, shape: TreeShape | None = None
+        self, ids: torch.LongTensor, count: int, finished: list[bool] = (), at_start: bool = False, shape: TreeShape | None = None,
+        forward=None,
     ):  # fmt: skip
         """Run the target over the last `count` tokens of `ids`; `at_start` as if they stood at position 0."""
         held, model_inputs = self.inputs.columns, self.model_inputs(ids, count, finished, at_start)
@@ -183,7 +189,7 @@ class TargetRunner:
             model_inputs[CACHE] = DynamicCache(config=self.target.config.get_text_config(decoder=True))
             model_inputs[CACHE].activate_past_recording()
         self.num_passes += 1
-        outputs = self.target(**model_inputs, return_dict=True)
+        outputs = (forward or self.target)(**model_inputs, return_dict=True)
         check_read(self.target, model_inputs, outputs, count, held)
         return outputs
 
@@ -214,6 +220,11 @@ class TargetRunner:
     def kept_ids(self, path: Path) -> torch.LongTensor:
         """Return the tokens (B, longest) of the path, anchors first; those of a sequence that keeps fewer come first."""
         return path.select(self.verified)
+
+    def select(self, path: Path, states: torch.Tensor) -> torch.Tensor:
+        """Return the path's part of hidden states of the last pass; a copy where the next one would write over them."""
+        selected = path.select(states)
+        return selected.clone() if self.fixed is not None and self.fixed.compile is not None else selected
 
     def _roll_back(self, path: Path, shift: RowShift | None = None):
         self.reached = []  # whoever interrupts a rollback has the cache as it was before the pass
