@@ -240,13 +240,14 @@ class Sampler:
         noise = self.noises[0].at(self.text.lengths[0], max(depths) + 1, scores.shape[-1])  # (depths, V)
         return gumbel_argmax(scores, noise[depths][None]), scores
 
-    def likeliest(self, candidates: Candidates, count: int) -> Candidates:
+    def likeliest(self, candidates: Candidates, count: int, position: int | None = None) -> Candidates:
         """Return the `count` likeliest tokens (n, C) of each draft position of one sequence, their logits as of `shortlist`.
 
         Processors that look at the text are left out: what stands before a token of a tree differs from node to node.
 
         Args:
             candidates: (1, n, C) of a drafter.
+            position: draft position, from 0, that all n of them stand at; None where they stand at the first n.
         """
         if candidates.ids is not None and self.noises is None and not self.processors:
             ids = candidates.ids.expand(candidates.logits.shape)[0]
@@ -257,7 +258,8 @@ class Sampler:
             if type(processor) in SCORES_ONLY:
                 scores = processor(self.text.view(slice(0, 1)), scores)
         if self.noises is not None:
-            scores = scores + self.noises[0].at(self.text.lengths[0], *scores.shape)
+            first, positions = (0, len(scores)) if position is None else (position, 1)
+            scores = scores + self.noises[0].at(self.text.lengths[0] + first, positions, scores.shape[-1])
         best = Candidates(scores).top(count)
         return Candidates(best.logits * self.temperature, best.ids)
 

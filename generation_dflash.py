@@ -43,6 +43,7 @@ from .drafter_draft import AcceptedTokens, Draft, Plan, Proposer
 from .target_model import CACHE, embedding_rows, target_hidden_states
 from .target_ranks import TargetRanks
 from .target_runner import Path, TargetRunner
+from .target_tree import pass_sizes
 
 __all__ = ["DFlashCandidateGenerator", "assisted_generate", "install_generate_hook", "speculative_generate"]
 
@@ -175,8 +176,6 @@ def _generate(
 
 # ------------------------------------------------------------------------------------------------------------------
 # The loop.
-
-TREE_SIZES = (7, 15, 31, 63, 127)  # nodes of a pass over a static KV cache, where each length may be compiled
 
 
 def decode(target: PreTrainedModel, proposer: Proposer, input_ids: torch.LongTensor, call: Call):
@@ -320,7 +319,7 @@ class Decoding:
         (wanted,), rollback = self.state.ranks.agree([self.schedule.num_nodes or 0]), self.runner.rollback
         room = rollback.most_drafts(wanted, self.runner.inputs.columns)
         if rollback.fixed_lengths:
-            room = max((size for size in TREE_SIZES if size <= room), default=0)
+            room = max((size for size in pass_sizes(wanted) if size <= room), default=0)
         return min(wanted, room) or None
 
     def propose(self, plan: Plan) -> Draft:
@@ -354,7 +353,7 @@ class Decoding:
         state, fed = self.state, draft.tokens
         shape = draft.shape
         if shape is not None and self.runner.rollback.fixed_lengths:
-            shape = shape.padded(next(size for size in TREE_SIZES if size >= len(draft)))
+            shape = shape.padded(next(size for size in pass_sizes(self.schedule.num_nodes) if size >= len(draft)))
             fed = torch.nn.functional.pad(fed, (0, len(shape.parents) - len(draft)))
         state.text.reserve(fed.shape[1] + 1)
         rows = slice(0, state.batch)

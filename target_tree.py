@@ -25,6 +25,7 @@ from .target_masks import backend_mask, reaches
 BACKENDS = ("eager", "sdpa", "flex_attention")  # those that take a ready mask
 ALONE = -2  # in the place of a parent: a token that fills a pass of fixed length, and sees only itself
 MASK_FORMS = ("by layer type", "one")  # a dictionary, for models that look masks up, or one mask for all layers
+TREE_SIZES = (7, 15, 31, 63, 127)
 # Other kinds of layers keep more than keys and values by token, or cannot move them.
 _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
@@ -69,6 +70,11 @@ class TreeShape:
     def padded(self, num_nodes: int) -> "TreeShape":
         """Fill up to `num_nodes` nodes with some that see only themselves, for passes of few different lengths."""
         return TreeShape(self.parents + [ALONE] * (num_nodes - len(self.parents)))
+
+
+def pass_sizes(wanted: int | None) -> list[int]:
+    """Return the nodes that a pass over a static KV cache can have, rising: few, as a target may be compiled for each, and those asked for."""
+    return sorted({*TREE_SIZES, *([wanted] if wanted else [])})
 
 
 def why_no_tree(target: PreTrainedModel, cache: Cache, batch: int, with_attentions: bool) -> str | None:
