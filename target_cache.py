@@ -96,7 +96,7 @@ class CacheRollback:
             return _KeysOnly(layer) if isinstance(layer, DynamicLayer) else None
         if not layer.is_croppable:
             refuse(layer, self.target)
-        return _Croppable(layer)
+        return _Dynamic(layer) if type(layer) is DynamicLayer else _Croppable(layer)
 
     def most_drafts(self, wanted: int, held: int) -> int:
         """How many tokens may be verified beside the anchor without losing what a rejection needs.
@@ -218,6 +218,14 @@ class _Croppable:
 
     def commit(self, fed: int, added: int):
         self.layer.crop(added - fed)
+
+
+class _Dynamic(_Croppable):
+    """Full attention, cropped as the layer would, but faster: with many layers this is the largest part of a round's host time."""
+
+    def commit(self, fed: int, added: int):
+        layer, kept = self.layer, self.layer.keys.shape[-2] - fed + added
+        layer.keys, layer.values = layer.keys.narrow(-2, 0, kept), layer.values.narrow(-2, 0, kept)
 
 
 class _KeysOnly(_Croppable):

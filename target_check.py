@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .target_model import CACHE
 
@@ -64,7 +64,8 @@ def check_read(target: PreTrainedModel, model_inputs: dict, outputs, asked: int,
 
 def check_grown(target: PreTrainedModel, cache: Cache, asked: int, held: int):
     """Refuse a target whose cache, which held `held` tokens, did not grow by those it was asked to read."""
-    length = None if all(cache.is_linear) else cache.get_seq_length()  # recurrent states do not count
+    has_keys = any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)  # recurrent states do not count
+    length = cache.get_seq_length() if has_keys else None
     # A static cache counts on the device, where a look at every round would wait for it.
     if isinstance(length, int) and length != held + asked:
         raise _miscounted(target, asked, f"its cache went from {held} to {length} tokens")

@@ -1,6 +1,7 @@
 """What is taken from a target, and what its passes need, whatever its family and the version of transformers."""
 
 import copy
+import weakref
 from contextlib import contextmanager
 
 import torch
@@ -17,6 +18,8 @@ from .target_shift import RowShift, to_device
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"  # 5.24
 # Whether a list in `output_hidden_states` counts the embedding's output as index 0.
 COUNTS_EMBEDDING = hasattr(output_capturing, "selected_hidden_states")  # 5.23
+# By target: asking its config takes as long as several small kernels.
+_NUM_LAYERS: "weakref.WeakKeyDictionary[PreTrainedModel, int]" = weakref.WeakKeyDictionary()
 # What takes the features of some placeholders out of an encoder's output.
 _SLICE = getattr(generation_utils, "_slice_mm_encoder_output", None)  # 5.24
 
@@ -34,7 +37,9 @@ def target_hidden_states(
     Raises:
         ValueError: the target's layers do not have one output of the model's width each.
     """
-    layers = target.config.get_text_config(decoder=True).num_hidden_layers
+    layers = _NUM_LAYERS.get(target)
+    if layers is None:
+        layers = _NUM_LAYERS[target] = target.config.get_text_config(decoder=True).num_hidden_layers
     offset = len(hidden_states) - layers  # 1 where index 0 is the embedding's output; some targets ignore the list
     if offset not in (0, 1):
         raise ValueError(

@@ -7,7 +7,6 @@ Legend of shapes: B sequences, V vocabulary.
 
 import inspect
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -43,24 +42,19 @@ class Path:
     Args:
         rows: by sequence, rising. The target's own next token is no row.
         fed: rows of the pass.
+
+    Attributes:
+        counts: by sequence, how many rows it keeps; `longest` is the most.
+        branches: whether rows between the kept ones are left out, as on a path of a tree.
     """
 
     rows: list[list[int]]
     fed: int
 
-    @cached_property
-    def counts(self) -> list[int]:
-        """By sequence, how many rows it keeps."""
-        return [len(rows) for rows in self.rows]
-
-    @cached_property
-    def longest(self) -> int:
-        return max(self.counts)
-
-    @cached_property
-    def branches(self) -> bool:
-        """Whether rows between the kept ones are left out, as on a path of a tree."""
-        return any(rows and rows[-1] != len(rows) - 1 for rows in self.rows)
+    def __post_init__(self):
+        self.counts = [len(rows) for rows in self.rows]
+        self.longest = max(self.counts)
+        self.branches = any(rows and rows[-1] != len(rows) - 1 for rows in self.rows)
 
     def select(self, states: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Return the path's part of what a forward pass gave for its last `fed` tokens: `longest` of them along `dim`."""
