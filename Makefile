@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The suite runs on one core per worker: two torch processes with all threads each only get in each other's way.
 WORKERS ?= 2
 
-.PHONY: demo app space test test-oldest versions test-slow fuzz browser screenshots lint peers engines clean
+.PHONY: demo app space test test-oldest versions test-slow fuzz browser screenshots lint peers engines gpu clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -53,6 +53,13 @@ peers: $(VENV)/.test $(VENV)/.demo .venv-peers/.zlab .venv-speculators/.speculat
 ENGINES ?=
 engines: $(VENV)/.test $(VENV)/.demo $(VENV)/.engines
 	$(BIN)/python -m dflash_hub.experiments.llamacpp $(ENGINES)
+
+# On a machine with a GPU, which may have its own Python and no network: nothing is installed. A second run does what is missing.
+GPU_PYTHON ?= $(firstword $(wildcard $(BIN)/python) $(PYTHON))
+gpu:
+	mkdir -p build/package
+	ln -sfn "$(CURDIR)" build/package/dflash_hub
+	PYTHONPATH="$(CURDIR)/build/package" $(GPU_PYTHON) -m dflash_hub.experiments.gpu_visit
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
