@@ -223,7 +223,8 @@ def _written(name: str, tensor: torch.Tensor, kind, gguf):
 def _check_written(path: Path, metadata: dict, tensors: dict):
     there = open_gguf(str(path))
     for name, value in metadata.items():
-        if there.config.get(name) != value:
+        # As many digits as float32 has: 9.999999974752427e-07, of a config made from such a file, is its 1e-06.
+        if there.config.get(name) != (float32(value) if isinstance(value, float) else value):
             raise ValueError(f"`{name}` is {value!r} and would be read back as {there.config.get(name)!r}.")
     if {name: t.shape for name, t in there.tensors.items()} != {name: tuple(t.shape) for name, t in tensors.items()}:
         raise ValueError(f"{path} does not hold what was written; the disk is full, or faulty.")

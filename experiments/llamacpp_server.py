@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -118,4 +119,8 @@ def _wait(url: str, process: subprocess.Popen, log: Path, seconds: float = 600):
             urllib.request.urlopen(f"{url}/health", timeout=5)
             return
         time.sleep(0.5)
-    raise ValueError(f"llama.cpp's server is not ready; its log {log} ends:\n{log.read_text(errors='replace')[-2000:]}")
+    status = process.poll()
+    state = (
+        "is not ready" if status is None else f"stopped by {signal.Signals(-status).name}" if status < 0 else "stopped"
+    )
+    raise ValueError(f"llama.cpp's server {state}; its log {log} ends:\n{log.read_text(errors='replace')[-2000:]}")

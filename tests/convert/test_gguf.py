@@ -153,6 +153,13 @@ def test_the_parts_of_dflash_2_are_where_llamacpp_looks(tmp_path, target):
     assert tensors["selector_hidden.weight"].shape.tolist() == [32, config.selector_rank]
 
 
+def test_a_number_of_float32_in_all_its_digits_is_the_short_one(tmp_path, target):
+    """Configs that were made from a GGUF file have such numbers."""
+    written(tmp_path, target, rms_norm_eps=9.999999974752427e-07)
+    import_drafter(str(tmp_path / "d.gguf"), tmp_path / "back", target=target)
+    assert DFlashConfig.from_pretrained(tmp_path / "back").rms_norm_eps == 1e-06
+
+
 @pytest.mark.parametrize("file_type", ("float32", "q8_0"))
 def test_a_list_of_tokens_comes_with_its_rows_of_the_head(file_type, tmp_path, target):
     """Token ids there, offsets here; llama.cpp reads no rows of the target's own head then."""

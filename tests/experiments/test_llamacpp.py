@@ -13,13 +13,15 @@ from dflash_hub.experiments.llamacpp_files import differences
 from dflash_hub.experiments.llamacpp_server import serving
 
 FAKE = """#!{python}
-import http.server, sys
+import http.server, os, signal, sys
 print("starting", *sys.argv[1:], flush=True)
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.end_headers(); self.wfile.write(b"ok")
 if "--broken" in sys.argv:
     sys.exit("no such model")
+if "--illegal" in sys.argv:
+    os.kill(os.getpid(), signal.SIGILL)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Health).serve_forever()
 """
 
@@ -118,8 +120,9 @@ def test_a_server_runs_while_the_block_does_and_one_that_does_not_start_is_told(
     with pytest.raises(OSError):
         urllib.request.urlopen(f"{url}/health", timeout=5)
     assert "-np 1 -m t.gguf" in (tmp_path / "log").read_text()
-    with (
-        pytest.raises(ValueError, match="is not ready; its log .*\n.*\nno such model"),
-        serving(server, ["--broken"], tmp_path / "log"),
+    for option, sentence in (
+        ("--broken", "stopped; its log .*\n.*\nno such model"),
+        ("--illegal", "stopped by SIGILL; its log"),
     ):
-        pass
+        with pytest.raises(ValueError, match=sentence), serving(server, [option], tmp_path / "log"):
+            pass
