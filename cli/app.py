@@ -288,6 +288,8 @@ def export(
         f"wrote {destination} for {done.title}; not carried, for want of a place: {', '.join(done.not_carried)}\n"
         f"next:\n{done.usage}"
     )
+    if to == "gguf":
+        typer.echo("(tried with llama.cpp's build 11434: `make engines` compares text and acceptance length)")
     if to == "zlab":
         typer.echo(
             f"\nothers that read this folder, as their documentation says (not tried):\n{other_readers(done.config, destination)}"

@@ -211,6 +211,14 @@ def served_gap(server: Server, prompt: list[int], text: list[int], other: list[i
     return best[0]["logprob"] - best[1]["logprob"]
 
 
+def named_parts(text: str, names: str) -> list[str]:
+    """The parts of an option that commas separate; as many as `names` has, or a ValueError says which are expected."""
+    parts = text.split(",")
+    if len(parts) != len(names.split(",")) or not all(parts):
+        raise ValueError(f"{text!r} is not {names}.")
+    return parts
+
+
 def main(
     output: Annotated[Path, typer.Option(help="Folder of files and logs.")] = Path("build/engines"),
     prompts: Annotated[list[str] | None, typer.Option(help="A set by name or a JSONL file; repeatable.")] = None,
@@ -227,7 +235,8 @@ def main(
     transformers.utils.logging.disable_progress_bar()
     source, server = llamacpp()
     pairs = drafters_of_smollm2(output) if shipped else []
-    pairs += [Pair(*text.split(",")) for text in pair or []]
+    pairs += [Pair(*named_parts(text, "NAME,DRAFTER,TARGET")) for text in pair or []]
+    files = [named_parts(text, "FILE,FOLDER") for text in quantized or []]
     sets = [load_prompts(name, count, None) for name in prompts or [str(DEMO_PROMPTS)]]
     rows, faults = [], []
     for number, each in enumerate(pairs):
@@ -239,8 +248,7 @@ def main(
         target_file = converted(source, each.target, output / f"{Path(each.target).name}.gguf", "f32")
         found, wrong = judge(each.name, compare(each, target_file, server, folder, sets, max_new_tokens))
         rows, faults = rows + found, faults + wrong
-    for text in quantized or []:
-        file, target = text.split(",")
+    for file, target in files:
         folder = output / Path(file).stem
         folder.mkdir(parents=True, exist_ok=True)
         found, wrong = compare_quantized(Path(file), target, server, folder, sets, max_new_tokens)
@@ -251,7 +259,7 @@ def main(
     if faults:
         raise typer.Exit(1)
     typer.echo(
-        f"{len(pairs) + len(quantized or [])} pair(s): files equal to the converter's, texts the same or tied, acceptance length within "
+        f"{len(pairs) + len(files)} pair(s): files equal to the converter's, texts the same or tied, acceptance length within "
         f"{NEAR:.0%} on each prompt"
     )
 

@@ -357,5 +357,8 @@ def test_inspect_says_what_a_file_is_and_how_it_is_served(tmp_path, target):
         "weights are quantized (Q8_0)",
     ):
         assert part in result.output.replace("\\\n", ""), part
+    again = ["export", tmp_path / "ours", tmp_path / "d.gguf", "--to", "gguf", "--target", target, "--force"]
+    printed = CliRunner().invoke(app, [*map(str, again)]).output
+    assert f"llama-server -m TARGET.gguf -md {tmp_path / 'd.gguf'}" in printed and "tried with llama.cpp" in printed
     ours = CliRunner().invoke(app, ["inspect", str(tmp_path / "ours")]).output
     assert f"dflash-hub export {tmp_path / 'ours'} drafter.gguf --to gguf --target TARGET" in ours

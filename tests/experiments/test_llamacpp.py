@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import gguf
 import numpy as np
 import pytest
-from dflash_hub.experiments.llamacpp import judge, judge_quantized, served_gap
+from dflash_hub.experiments.llamacpp import judge, judge_quantized, named_parts, served_gap
 from dflash_hub.experiments.llamacpp_files import differences
 from dflash_hub.experiments.llamacpp_server import serving
 
@@ -80,6 +80,13 @@ def test_the_gap_of_a_served_text_is_asked_for_where_it_parts():
     assert served_gap(server, [1, 2], [3, 4, 5], [3, 4, 6]) == 0.25
     served_gap(server, [1, 2], [3, 4, 5], [3, 4])
     assert [body["prompt"] for body in asked] == [[1, 2, 3, 4]] * 2
+
+
+def test_an_option_of_several_parts_has_all_of_them():
+    assert named_parts("q4.gguf,folder", "FILE,FOLDER") == ["q4.gguf", "folder"]
+    for text in ("q4.gguf", "q4.gguf,", "q4.gguf,folder,more"):
+        with pytest.raises(ValueError, match=f"'{text}' is not FILE,FOLDER"):
+            named_parts(text, "FILE,FOLDER")
 
 
 def written(path, block=8, value=1.0, name="a drafter", bos=None, more=None):
