@@ -26,7 +26,8 @@ from ..common.server import Server
 from ..common.target_source import TargetSource
 from ..hub_files import check_finite, write_text
 from ..modeling_dflash import DFlashDraftModel
-from .methods import make_method
+from .baselines.eagle3_loading import load_eagle3
+from .methods import drafted_by, make_method
 from .rows import with_new_name
 
 TIE = 1e-4  # float32: two passes that differ by rounding may choose differently between scores this close
@@ -46,9 +47,11 @@ class Bench:
         thinking: bool | None,
         chat_template: str | None = None,
         servers: Sequence[Server] = (),
+        eagle3: str | None = None,
     ):
         self.state = accelerate.PartialState(cpu=not torch.accelerator.is_available())
         self.source, self.drafter_path = TargetSource.of(target), drafter
+        self.assistant_path, self.eagle3_path = assistant, eagle3
         load = {"dtype": dtype_of(dtype), "device_map": {"": self.state.device}}
         if drafter:
             drafter_config(drafter)
@@ -61,6 +64,7 @@ class Bench:
         self.assistant = (
             transformers.AutoModelForCausalLM.from_pretrained(assistant, **load).eval() if assistant else None
         )
+        self.eagle3 = load_eagle3(eagle3, self.target, load["dtype"]) if eagle3 else None
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         self.settings = {"max_new_tokens": max_new_tokens, **sampling}
         if thinking is None and self.drafter is not None:
@@ -96,7 +100,7 @@ class Bench:
 
     def weights(self) -> dict[str, str | None]:
         """Fingerprints of the models: a drafter that is trained on in its folder is another one."""
-        models = {"target": self.target, "drafter": self.drafter, "assistant": self.assistant}
+        models = {"target": self.target, "drafter": self.drafter, "assistant": self.assistant, "eagle3": self.eagle3}
         return {f"{name} weights": model and identify(model)["weights"] for name, model in models.items()}
 
     def zlab_folder(self) -> str:
@@ -153,6 +157,7 @@ def run_bench(
         "target": bench.source.path,
         **({"target_revision": bench.source.revision} if bench.source.revision else {}),
         "drafter": bench.drafter_path,
+        "drafted_by": {name: drafted_by(name, bench) for name in methods},
         **bench.weights(),
         **({"servers": [f"{server.model} at {server.root}" for server in bench.servers]} if bench.servers else {}),
         "commit": stamp["commit"],

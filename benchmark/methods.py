@@ -1,7 +1,7 @@
 """The methods that `dflash-hub bench` sets side by side. One is a name and the arguments it adds to `generate`.
 
 Names: baseline, lookup, assistant, native, zlab, ours (the drafter's own default), ours-N (N draft tokens), ours-auto (as
-many as pay), ours-tree-N (trees of N nodes), ours-tree-auto (chains or trees), served, served-N (a running server), and ceiling-P, an oracle that runs the drafter and then proposes the target's own text, each token right with probability P.
+many as pay), ours-tree-N (trees of N nodes), ours-tree-auto (chains or trees), eagle3, eagle3-N, eagle3-treeN (an EAGLE-3 draft model in our loop), served, served-N (a running server), and ceiling-P, an oracle that runs the drafter and then proposes the target's own text, each token right with probability P.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import random
 import re
 import subprocess
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -18,8 +18,10 @@ import torch
 from ..drafter_candidates import DFlashProposer
 from ..drafter_draft import Draft, Plan
 from ..drafter_heads import Candidates
-from ..generation_dflash import assisted_generate
+from ..generation_dflash import assisted_generate, speculative_generate
+from .baselines.eagle3 import MAX_DRAFT_TOKENS, Eagle3Proposer
 
+EAGLE3_CHAIN = 7  # draft tokens: as many as heads are trained to draft
 ZLAB_PYTHON = Path(__file__).parent.parent / ".venv-peers" / "bin" / "python"
 
 
@@ -42,6 +44,7 @@ class Run:
     round_totals: list[int] | None = (
         None  # [tokens that rounds added, rounds], of a server, which says no more than that
     )
+    outside: int | None = None  # new tokens that are not in a method's draft vocabulary, where it has one
 
 
 class Clock:
@@ -175,6 +178,46 @@ class Ceiling(Ours):
         return Oracle(self.drafter, target, clock, text, self.accuracy, seed)
 
 
+class Eagle3(Generate):
+    """Our loop with an EAGLE-3 draft model in the drafter's place: as many tokens in a chain, or a tree of so many nodes."""
+
+    def __init__(self, name: str, bench, num_draft_tokens: int, num_nodes: int | None):
+        super().__init__(name, bench, bench.eagle3, num_assistant_tokens=num_draft_tokens, num_tree_nodes=num_nodes)
+        self.listed = None if bench.eagle3.token_ids is None else {*bench.eagle3.token_ids.tolist()}
+        self._proposer(Clock(bench.target.device)).check(bench.target)
+
+    def run(self, inputs: dict, settings: dict, seed: int, plain_ids: list[int] | None) -> Run:
+        run = super().run(inputs, settings, seed, plain_ids)
+        return (
+            run if self.listed is None else replace(run, outside=sum(token not in self.listed for token in run.new_ids))
+        )
+
+    def _generate(self, inputs: dict, settings: dict, seed: int, plain_ids: list[int] | None, clock: Clock):
+        proposer = self._proposer(clock)
+        output, speculation = speculative_generate(
+            self.target, proposer, **inputs, **settings, **self.arguments, streamer=clock
+        )
+        return output, speculation, sum(proposer.seconds)
+
+    def _proposer(self, clock: Clock) -> "TimedEagle3":
+        return TimedEagle3(self.drafter, self.target, clock, self.arguments["num_assistant_tokens"])
+
+
+class TimedEagle3(Eagle3Proposer):
+    """The proposer with the seconds of each draft; on a GPU those of the passes are taken, see `TimedProposer`."""
+
+    def __init__(self, model, target, clock: Clock, num_draft_tokens: int):
+        super().__init__(model, target, max_draft_tokens=num_draft_tokens)
+        self.clock, self.seconds = clock, []
+
+    def propose(self, anchor: torch.LongTensor, plan: Plan, sampler) -> Draft:
+        start = self.clock.now() if self.clock.device.type != "cuda" else None
+        draft = super().propose(anchor, plan, sampler)
+        if start is not None:
+            self.seconds.append(self.clock.now() - start)
+        return draft
+
+
 class TimedDrafter:
     """Stands for a drafter in `generate`, with a proposer of its own in each call."""
 
@@ -256,14 +299,15 @@ class Zlab:
         return Run(**answer, target_passes=len(answer["rounds"]) + 1, drafter_passes=len(answer["rounds"]))
 
 
-def check_methods(names: list[str], assistant: str | None):
+def check_methods(names: list[str], assistant: str | None, eagle3: str | None = None):
     """Refuse what cannot be measured, before a model is loaded.
 
     Raises:
-        ValueError: there is no method of a name, or it needs an assistant and there is none.
+        ValueError: there is no method of a name, or it needs a model and there is none.
     """
     for name in names:
-        check_method(name)
+        if check_method(name)[0] == "eagle3" and eagle3 is None:
+            raise ValueError(f"the method {name!r} needs --eagle3, an EAGLE-3 draft model for the target.")
     if "assistant" in names and assistant is None:
         raise ValueError("the method `assistant` needs --assistant, an ordinary small model of the same vocabulary.")
 
@@ -277,13 +321,26 @@ def check_method(name: str) -> tuple[str, str]:
     kind, _, value = name.partition("-")
     known = kind in ("baseline", "assistant", "zlab", "native") and not value
     known = known or (kind in ("lookup", "ours", "served") and (not value or value.isdigit())) or name == "ours-auto"
-    known = known or re.fullmatch(r"ours-tree-(auto|[1-9]\d*)", name)
+    known = known or re.fullmatch(r"ours-tree-(auto|[1-9]\d*)|eagle3(-(tree)?[1-9]\d*)?", name)
     if not known and not (kind == "ceiling" and re.fullmatch(r"0?\.\d+|[01](\.0*)?", value)):
         raise ValueError(
             f"no method {name!r}; there are baseline, lookup, assistant, native, zlab, ours, ours-N, ours-auto, ours-tree-N, "
-            "served, served-N and ceiling-P."
+            "eagle3, eagle3-N, eagle3-treeN, served, served-N and ceiling-P."
         )
     return kind, value
+
+
+def drafted_by(name: str, bench) -> str:
+    """Say whose draft tokens a method verifies, as it stands beside its numbers."""
+    kind = check_method(name)[0]
+    models = {"assistant": bench.assistant_path, "eagle3": bench.eagle3_path}
+    others = {
+        "baseline": "-",
+        "lookup": "the text itself",
+        "ceiling": "the baseline's text",
+        "served": "the server's own",
+    }
+    return others.get(kind) or str(models.get(kind, bench.drafter_path))
 
 
 def make_method(name: str, bench):
@@ -311,6 +368,12 @@ def make_method(name: str, bench):
         if not 1 <= int(value or 1) <= len(bench.servers):
             raise ValueError(f"the method {name!r} needs its --server URL; {len(bench.servers)} given.")
         return Served(name, bench, bench.servers[int(value or 1) - 1])
+    if kind == "eagle3":
+        if bench.eagle3 is None:
+            raise ValueError(f"the method {name!r} needs --eagle3, an EAGLE-3 draft model for the target.")
+        if value.startswith("tree"):
+            return Eagle3(name, bench, MAX_DRAFT_TOKENS, int(value.removeprefix("tree")))
+        return Eagle3(name, bench, int(value or EAGLE3_CHAIN), None)
     if bench.drafter is None:
         raise ValueError(f"the method {name!r} needs --drafter.")
     if kind == "native":

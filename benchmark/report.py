@@ -89,9 +89,46 @@ def summarize(folder: Path) -> list[dict]:
                 "peak_bytes": max(r["peak_bytes"] for r in records),
                 "pass_seconds": {length: sorted(s)[len(s) // 2] for length, s in sorted(by_length.items())},
                 "mean_prompt": sum(r["prompt_tokens"] for r in records) / len(records),
+                "outside": _share_outside(records),
             }
         )
     return rows
+
+
+def _share_outside(records: list[dict]) -> float | None:
+    """Share of new tokens that are in no draft vocabulary, so that no draft can hold them; None where there is none."""
+    counted = [r for r in records if r.get("outside") is not None]
+    return sum(r["outside"] for r in counted) / sum(len(r["new_ids"]) for r in counted) if counted else None
+
+
+def results(rows: list[dict], names: dict[str, str]) -> list[str]:
+    """Return the table of all numbers, and what a draft vocabulary leaves out.
+
+    Args:
+        names: whose draft tokens each method verifies.
+    """
+    parts = [
+        table(
+            ["set", "method", "drafted by", "texts", "tau", "tokens/s", "speedup", "first token", "passes: target, drafter", "same text"],
+            [
+                [
+                    row["set"], row["method"], shortened(names.get(row["method"], "")), row["texts"], interval(row["tau"]),
+                    f"{row['tokens_per_second']:.1f}", interval(row["speedup"]), f"{row['first_token']:.2f} s",
+                    f"{row['target_passes']:.1f}, {row['drafter_passes']:.1f}" if row["target_passes"] else "-",
+                    f"{row['same']} of {row['compared']}" + (f", {row['excused']} at ties" if row["excused"] else "")
+                    if row["compared"] else "-",
+                ]
+                for row in rows
+            ],
+        )
+    ]  # fmt: skip
+    for row in rows:
+        if row["outside"] is not None:
+            parts.append(
+                f"{row['set']}, {row['method']}: {row['outside']:.1%} of the new tokens are not in the draft vocabulary of "
+                f"`{names[row['method']]}`, which can never draft them."
+            )
+    return parts
 
 
 def markdown(folder: Path, rows: list[dict], compare: Path | None) -> str:
@@ -112,21 +149,7 @@ def markdown(folder: Path, rows: list[dict], compare: Path | None) -> str:
         parts.append(
             f"**Not complete**: {sum(row['texts'] for row in rows)} texts of at least {wanted}; run the command again."
         )
-    parts.append(
-        table(
-            ["set", "method", "texts", "tau", "tokens/s", "speedup", "first token", "passes: target, drafter", "same text"],
-            [
-                [
-                    row["set"], row["method"], row["texts"], interval(row["tau"]), f"{row['tokens_per_second']:.1f}",
-                    interval(row["speedup"]), f"{row['first_token']:.2f} s",
-                    f"{row['target_passes']:.1f}, {row['drafter_passes']:.1f}" if row["target_passes"] else "-",
-                    f"{row['same']} of {row['compared']}" + (f", {row['excused']} at ties" if row["excused"] else "")
-                    if row["compared"] else "-",
-                ]
-                for row in rows
-            ],
-        )
-    )  # fmt: skip
+    parts += results(rows, settings.get("drafted_by", {}))
     drafting = [row for row in rows if row["slots"]]
     if drafting:
         longest = max(len(row["slots"]) for row in drafting)
@@ -173,6 +196,11 @@ def markdown(folder: Path, rows: list[dict], compare: Path | None) -> str:
         parts.append(f"## Against {compare}\n\n" + comparison(folder, compare))
     parts.append("## Definitions\n\n" + DEFINITIONS)
     return "\n\n".join(parts) + "\n"
+
+
+def shortened(name: str) -> str:
+    """Return the last two parts of a path or an id on the Hub."""
+    return "/".join(Path(name).parts[-2:])
 
 
 def peak_memory(rows: list[dict], on_cpu: bool) -> str:

@@ -358,23 +358,27 @@ def push(
         )
 
 
+METHODS = (
+    "baseline, lookup, assistant, native, zlab, ours, ours-N, ours-auto, ours-tree-N, ours-tree-auto, eagle3, eagle3-N, eagle3-treeN, "
+    "served, served-N, ceiling-P."
+)
+
+
 @app.command(
     epilog="\b\ndflash-hub bench --prompts demo --count 2 --methods baseline,ours --max-new-tokens 32 --output bench-demo"
 )
 def bench(
     output: Annotated[Path, typer.Option(help="Folder of the run; an interrupted one is resumed.")],
     prompts: Annotated[list[str] | None, typer.Option(help="A set by name, a JSONL file, or demo; repeatable.")] = None,
-    methods: Annotated[
-        str,
-        typer.Option(
-            help="baseline, lookup, assistant, native, zlab, ours, ours-N, ours-auto, ours-tree-N, ours-tree-auto, served, served-N, ceiling-P."
-        ),
-    ] = ("baseline,lookup,native,ours"),
+    methods: Annotated[str, typer.Option(help=METHODS)] = "baseline,lookup,native,ours",
     target: Annotated[str | None, typer.Option(help="Repository or folder. Default: SmolLM2-135M-Instruct.")] = None,
     target_revision: TargetRevision = None,
     trust_remote_code: TrustRemoteCode = False,
     drafter: Annotated[str | None, typer.Option(help="Repository or folder. Default: the shipped one.")] = None,
     assistant: Annotated[str | None, typer.Option(help="An ordinary small model, for the method assistant.")] = None,
+    eagle3: Annotated[
+        str | None, typer.Option(help="An EAGLE-3 draft model for the target, for the methods eagle3 and eagle3-treeN.")
+    ] = None,
     count: Annotated[int, typer.Option(min=2, help="Prompts a set.")] = 8,
     first: Annotated[
         bool, typer.Option("--first", help="The first prompts of a set instead of a seeded choice.")
@@ -429,10 +433,10 @@ def bench(
     from ..common.loading import dtype_of
 
     dtype_of(dtype)  # before a target is fetched
-    check_methods(names, assistant)
+    check_methods(names, assistant, eagle3)
     models = Bench(
         source_or_default(target, target_revision, trust_remote_code), drafter or str(here), assistant, dtype, max_new_tokens,
-        temperature, thinking, chat_template, servers,
+        temperature, thinking, chat_template, servers, eagle3,
     )  # fmt: skip
     with interruptible(lambda: f"What was measured is in {output}. Go on with: {command}"), writing(output):
         run_bench(output, models, names, sets, choice_seed, seed, command)

@@ -107,6 +107,8 @@ class Eagle3DraftModel(nn.Module):
         name: what numbers of it stand beside.
     """
 
+    main_input_name = "hidden_states"
+
     def __init__(self, config: LlamaConfig, options: Eagle3Options, name: str = "EAGLE-3"):
         super().__init__()
         self.config, self.options, self.name = config, options, name
@@ -123,6 +125,11 @@ class Eagle3DraftModel(nn.Module):
         # The token at index i of the draft vocabulary is i + d2t[i].
         listed = torch.zeros(options.draft_vocab_size, dtype=torch.long) if options.listed else None
         self.register_buffer("d2t", listed)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its weights."""
+        return self.fc.weight.dtype
 
     def placed(self, device: torch.device, dtype: torch.dtype) -> "Eagle3DraftModel":
         """Move to a device and a type. RoPE's frequencies stay in float32: rounded, they are others."""

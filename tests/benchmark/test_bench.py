@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from dflash_hub import DFlashDraftModel
 from dflash_hub.benchmark import bench as bench_module
 from dflash_hub.benchmark import report
 from dflash_hub.benchmark.bench import Bench, read_records, run_bench
-from dflash_hub.benchmark.methods import make_method
+from dflash_hub.benchmark.methods import check_methods, make_method
 from dflash_hub.benchmark.server import acceptance_length, measure_server
 from dflash_hub.cli.app import app
 from dflash_hub.common import provenance, tables
@@ -24,6 +25,7 @@ from dflash_hub.common.prompts import SETS, load_prompts, read_prompts
 from dflash_hub.common.server import Server
 from dflash_hub.demo.pair import Pair
 from dflash_hub.experiments.loop_overhead import measure as measure_loop
+from helpers.eagle3 import tiny_head, write_head
 from helpers.folders import save_target
 from helpers.tiny import tiny_drafter
 from transformers import AutoTokenizer
@@ -95,6 +97,49 @@ def test_pitfall_47_what_is_counted_is_what_happened(models):
     halves = [records["ceiling-0.5", f"words-{i}"] for i in range(3)]
     accepted, drafted = sum(sum(r["accepted"]) for r in halves), sum(sum(r["drafted"]) for r in halves)
     assert 0 < accepted < drafted
+
+
+def test_eagle3_stands_beside_the_others_under_its_name(models):
+    """In one table with prompt lookup and assisted generation, on the same texts, with chains and both sizes of trees."""
+    listed = [token for token in range(97) if token % 5]
+    head = write_head(models / "some-head", "specforge", tiny_head(listed=listed, target_layer_ids=[1, 3, 4]))
+    methods = ["baseline", "lookup", "assistant", "ours", "eagle3", "eagle3-2", "eagle3-tree16", "eagle3-tree60"]
+    for temperature, measured in ((0.0, methods), (0.9, ["eagle3", "eagle3-tree16"])):
+        output = models / f"run {temperature}"
+        bench = Bench(
+            str(models / "target"), str(models / "drafter"), str(models / "assistant"), "float32", 12, temperature, None,
+            eagle3=str(head),
+        )  # fmt: skip
+        run_bench(output, bench, measured, [load_prompts(str(models / "words.jsonl"), 2, None)], None, 0, "the command")
+        records = [r for r in read_records(output) if r["method"].startswith(("eagle3", "baseline"))]
+        texts = {(r["method"], r["id"]): r["new_ids"] for r in records}
+        for r in records:
+            assert r["same_text"] is (True if temperature == 0 else None)
+            if r["method"] == "baseline":
+                continue
+            # Sampled texts depend on the seed, and not on who drafts or in what shape.
+            assert r["new_ids"] == texts["eagle3", r["id"]]
+            assert (
+                r["drafted"][0] <= {"eagle3": 7, "eagle3-2": 2}.get(r["method"], 8)
+                and 0 < r["draft_seconds"] < r["seconds"]
+            )
+            # A pass a position; a tree takes all levels before it knows which nodes are the best.
+            passes, drafted = r["drafter_passes"], sum(r["drafted"])
+            assert passes > drafted if "tree" in r["method"] else passes == drafted
+            assert r["outside"] == sum(token not in listed for token in r["new_ids"])
+        text = report.write_report(output)
+        names = {"lookup": "the text itself", "assistant": "[^|]*/assistant", "ours": "[^|]*/drafter", "baseline": "-"}
+        assert all(re.search(rf"\| {name} \| {names.get(name, '[^|]*/some-head')} \|", text) for name in measured)
+        assert "not in the draft vocabulary of" in text
+
+
+def test_eagle3_needs_a_head_that_fits(models):
+    with pytest.raises(ValueError, match="the method 'eagle3-tree60' needs --eagle3"):
+        check_methods(["baseline", "eagle3-tree60"], None, None)
+    head = write_head(models / "wide", "specforge", tiny_head(target_hidden_size=48), target_hidden_size=48)
+    bench = Bench(str(models / "target"), None, None, "float32", 8, 0.0, None, eagle3=str(head))
+    with pytest.raises(ValueError, match="hidden states of width 48, the target's have 32"):
+        make_method("eagle3", bench)
 
 
 def test_both_turns_are_measured(models):
