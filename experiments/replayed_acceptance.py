@@ -6,7 +6,6 @@ Each folder of `dflash-hub regenerate` is a set. The rounds are those of real gr
 cost in time is measured by `dflash-hub bench`. The last line is the `acceptance_prior` of these sets for the drafter's config.
 """
 
-import itertools
 import statistics
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +22,7 @@ from ..common.smollm2 import smollm2
 from ..common.tables import interval, over_prompts, table
 from ..hub_files import check_finite
 from ..modeling_dflash import DFlashDraftModel
-from ..training.evaluation import replay
+from ..training.evaluation import acceptance_prior, replay
 from ..training.responses import read_responses, responses_file, text_settings
 from ..training.train import check_answerer, other_text_settings
 
@@ -62,8 +61,7 @@ def main(
         lines.append([folder.name, len(rows), interval(tau), f"{first:.2f}", slots])
     head = ["set", "answers", "tau", "first slot right, all anchors", "slots 1 to k accepted"]
     typer.echo(table(head, [*lines, ["mean", "", f"{sum(taus) / len(taus):.2f}", "", ""]]))
-    reached = [1.0, *(statistics.mean(by_set) for by_set in zip(*shares))]
-    prior = [round(later / earlier, 2) for earlier, later in itertools.pairwise(reached) if earlier]
+    prior = acceptance_prior([statistics.mean(by_set) for by_set in zip(*shares)])
     typer.echo(f'\n"acceptance_prior": {prior}')
     typer.echo("\n" + origin(typed_command("python -m dflash_hub.experiments.replayed_acceptance")) + f", {dtype}")
 

@@ -9,6 +9,7 @@
   but counted from each of its tokens, so random anchors see the easy places more often than rounds start there.
 """
 
+import itertools
 import statistics
 from dataclasses import dataclass
 
@@ -198,6 +199,12 @@ def right_drafts(
             count[alive] += 1
         counts += count.tolist()
     return counts
+
+
+def acceptance_prior(slot_acceptance: list[float]) -> list[float]:
+    """Return what `DFlashConfig.acceptance_prior` holds, from `Speculation.slot_acceptance`."""
+    reached = [1.0, *slot_acceptance]
+    return [round(later / earlier, 2) for earlier, later in itertools.pairwise(reached) if earlier]
 
 
 @torch.no_grad()

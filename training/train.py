@@ -49,7 +49,7 @@ from .arguments import read_field
 from .check import read_record
 from .checkpoints import FileLists, best_checkpoint, resumable_checkpoint
 from .data import Collator, PackedRows, document_key, split_validation, usable_rows
-from .evaluation import GreedyCall
+from .evaluation import GreedyCall, acceptance_prior
 from .examples import in_a_file
 from .features import FeatureCache, check_teacher, checksum, feature_layers, target_features
 from .losses import BlockLoss, SelectorLoss, gamma_of
@@ -322,6 +322,10 @@ def finish(run: Run, trainer: DFlashTrainer, command: str) -> dict:
     replayed = data.validation if data.greedy else []
     figures = evaluate(target, rounded, trainer.eval_rows, replayed, options.eval_new_tokens)
     result = training_result(run, trainer, best, figures) | {"weights_sha256": checksum(folder / "model.safetensors")}
+    if by_position := result["evaluation"] and result["evaluation"]["acceptance_by_slot"]:
+        # Where the adaptive draft length starts from.
+        config = read_json(folder / "config.json") | {"acceptance_prior": acceptance_prior(by_position)}
+        write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
     write_text(folder / RECORD, json.dumps(training_record(run, command, result), indent=1) + "\n")
     write_card(folder)
     draw_curves(run.output / "log.jsonl", run.output / "curves.png")

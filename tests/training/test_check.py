@@ -199,6 +199,9 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
     assert record["recipe"]["num_anchors"] == 16 and record["recipe"]["gamma"] == 2.0
     assert record["data"]["rows"] == 18 and record["data"]["target"] == "target"
     assert record["result"]["steps"] == 120
+    reached = [1.0, *record["result"]["evaluation"]["acceptance_by_slot"]]
+    prior = [round(later / earlier, 2) for earlier, later in zip(reached, reached[1:]) if earlier]
+    assert drafter.config.acceptance_prior == prior and prior
     assert record["result"]["weights_sha256"] == checksum(tmp_path / "run" / "drafter" / "model.safetensors")
     assert f"acceptance_length: {record['result']['evaluation']['acceptance_length']}" in done.stdout
     assert record["recipe"]["layers"] == 2 and record["recipe"]["taps"] == drafter.config.target_layer_ids
