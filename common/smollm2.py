@@ -59,7 +59,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("DFLASH_HUB_CACHE", Path(HF_HOME) / "dflash_hub"))
 
 
-def _gguf_file() -> Path:
+def gguf_file() -> Path:
+    """The 4-bit file of the installed package.
+
+    Raises:
+        FileNotFoundError: it is not installed, or another version is; says what to run.
+    """
     try:
         files = metadata.files(GGUF_PACKAGE) or []
         version = metadata.version(GGUF_PACKAGE)
@@ -82,7 +87,7 @@ def _from_package() -> Path:
     folder = cache_folder() / f"smollm2-135m-{GGUF_VERSION}"
     if folder.is_dir():
         return folder
-    gguf = _gguf_file()
+    gguf = gguf_file()
     print(f"Converting {gguf.name} into {folder} (once)", file=sys.stderr)
 
     loaded = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)

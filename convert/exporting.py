@@ -14,7 +14,7 @@ from ..configuration_dflash import DFlashConfig
 from ..hub_files import write_text
 from .checkpoint import InMemory, SomeRows, write_tensors
 from .engines import TITLES, TYPED, blockers, llamacpp_command, serve_command, warnings_of
-from .gguf_files import FILE_TYPES, SUFFIX, read_gguf_target, write_gguf
+from .gguf_files import FILE_TYPES, SUFFIX, read_gguf_target, unserved_target, write_gguf
 from .names import renamed
 from .reading import LAYOUTS, Target, read_drafter, read_target, target_tensors
 
@@ -103,6 +103,7 @@ def export_drafter(
         title, config, layout.not_carried, usage, ([TYPED] if to in TITLES else []) + warnings_of(to, config)
     )
     if to == "gguf":
+        exported.warnings += unserved_target(original)
         with new_file(destination, force) as path:
             write_gguf(path, written, tensors, file_type or str(config.dtype).removeprefix("torch."), original)
         return exported

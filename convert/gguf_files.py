@@ -13,7 +13,7 @@ from ..common.files import in_a_line
 from ..common.target_source import TargetSource
 from ..drafter_vocabulary import offsets_of
 from .checkpoint import CODES, Checkpoint, InMemory, SomeRows, Stored, rows_of_a_piece
-from .gguf_layout import ARCHITECTURE, LISTED, MASK, float32
+from .gguf_layout import ARCHITECTURE, HANDS_ON, LISTED, MASK, float32
 from .init import read_target_config
 
 SUFFIX = ".gguf"
@@ -259,6 +259,27 @@ def read_gguf_target(path: str) -> tuple[int, int, int]:
     if not all(isinstance(number, int) for number in found):
         raise ValueError(f"{path} states no layers, tokens and width of a language model ({architecture!r}): {found}.")
     return found
+
+
+def unserved_target(target: TargetSource) -> list[str]:
+    """A sentence where llama.cpp serves the target, and not with a drafter; empty where it does, or the architecture is unknown there."""
+    if target.path.endswith(SUFFIX):
+        name = open_gguf(target.path).config.get("general.architecture")
+    else:
+        kind = read_target_config(target).get_text_config(decoder=True).model_type.removesuffix("_text")
+        spelled = {_letters(name): name for name in gguf_package().MODEL_ARCH_NAMES.values()}
+        name = spelled.get(_letters(kind))
+    if name is None or name in HANDS_ON:
+        return []
+    return [
+        f"llama.cpp's build 11434 stops at the first prompt of a target of the architecture {name!r} with a drafter: it hands on hidden "
+        f"states of {', '.join(HANDS_ON)} alone"
+    ]
+
+
+def _letters(name: str) -> str:
+    """A name without what Python's and llama.cpp's spelling differ in."""
+    return name.replace("_", "").replace("-", "")
 
 
 def add_tokenizer(writer, target: TargetSource, metadata: dict, gguf):

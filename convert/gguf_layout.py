@@ -18,6 +18,12 @@ NOT_CARRIED = (
     "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
 MASK = "tokenizer.ggml.mask_token_id"
+# Architectures of which build 11434 hands on the hidden states that a drafter reads; it stops at the first prompt of others.
+HANDS_ON = (
+    "llama", "qwen3", "qwen3moe", "qwen3next", "qwen35", "qwen35moe", "qwen4exp", "gpt-oss", "gemma4", "lfm2", "deepseek4",
+    "minimax-01", "minimax-m2", "nemotron_h", "nemotron_h_moe", "hunyuan_vl", "hunyuan-dense", "bailingmoe3", "mimo2",
+    "muse-glimmer", "nanbeige", "clef",
+)  # fmt: skip
 # How many tokens a drafter lists. No file states it: it is the length of the tensor of that name.
 LISTED = "d2t"
 # Their names behind `dflash.`, and ours.

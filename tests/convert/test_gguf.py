@@ -8,7 +8,9 @@ import pytest
 import torch
 from dflash_hub import DFlashConfig, DFlashDraftModel
 from dflash_hub.cli.app import app
+from dflash_hub.common.target_source import TargetSource
 from dflash_hub.convert.exporting import export_drafter
+from dflash_hub.convert.gguf_files import unserved_target
 from dflash_hub.convert.gguf_layout import NOT_CARRIED
 from dflash_hub.convert.importing import import_drafter
 from dflash_hub.drafter_vocabulary import token_ids_of
@@ -18,7 +20,7 @@ from helpers.formats import FULL, KINDS, SLIDING, YARN, drafter_of
 from helpers.tiny import CONVOLUTION, SELECTOR, VOCAB
 from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import MistralConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3MoeConfig
 from typer.testing import CliRunner
 
 SAYABLE = [kind for kind in KINDS if "gguf" in KINDS[kind][1]]
@@ -208,8 +210,19 @@ def test_the_rows_of_listed_tokens_are_read_from_a_targets_file(tmp_path):
     assert not (tmp_path / "d.gguf").exists()
 
 
-def target_file(path, tokens=VOCAB, width=32, layers=8, sections=False, tensors=None):
-    writer = gguf.GGUFWriter(path, "llama")
+def test_a_target_that_llamacpp_does_not_serve_with_a_drafter_is_told(tmp_path):
+    drafter(tmp_path / "ours")
+    for name, told in (("qwen2", True), ("qwen3", False)):
+        file = target_file(tmp_path / f"{name}.gguf", architecture=name)
+        done = export_drafter(str(tmp_path / "ours"), tmp_path / "d.gguf", "gguf", target=file, force=True)
+        assert any(f"of the architecture '{name}'" in warning for warning in done.warnings) == told
+    for config, told in ((Qwen2Config(), True), (Qwen3MoeConfig(), False), (MistralConfig(), False)):
+        config.save_pretrained(tmp_path / "target")
+        assert bool(unserved_target(TargetSource.of(str(tmp_path / "target")))) == told
+
+
+def target_file(path, tokens=VOCAB, width=32, layers=8, sections=False, tensors=None, architecture="llama"):
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(layers)
     writer.add_embedding_length(width)
     writer.add_tokenizer_model("llama")
