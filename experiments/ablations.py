@@ -25,6 +25,7 @@ from ..common.loading import load_target
 from ..common.prompts import prompt_source
 from ..common.provenance import origin
 from ..common.smollm2 import smollm2
+from ..decode_statistics import Speculation
 from ..hub_files import write_text
 from ..modeling_dflash import DFlashDraftModel
 from ..training.data import Collator, PackedRows, split_validation, usable_rows
@@ -34,6 +35,7 @@ from ..training.options import TrainOptions
 from ..training.train import fill_cache, fresh_drafter, load_rows, prompts_by_id, training_arguments
 from ..training.trainer import DFlashTrainer
 from ..training.vocabulary import frequent_tokens
+from .variant_drafters import FusedAtInput, OneByOne, ReadsText
 
 
 @dataclasses.dataclass
@@ -45,6 +47,7 @@ class Variant:
     fixed_blocks: bool = False  # answers cut into blocks, instead of random anchors
     blind: bool = False  # no features: their projection is zero and stays so
     serve_block: int | None = None  # block size in evaluation
+    kind: type[DFlashDraftModel] = DFlashDraftModel
 
 
 VARIANTS = [
@@ -60,6 +63,9 @@ VARIANTS = [
     Variant("TV + CE", {"loss": "tv"}),
     Variant("from the target's layers", {"from_target_layers": True}),
     Variant("five layers", {"layers": 5}),
+    Variant("one layer", {"layers": 1}),
+    Variant("input fusion", kind=FusedAtInput),
+    Variant("DFlash-AR", kind=OneByOne),
     Variant("full vocabulary", {"draft_vocab_size": None}),
     Variant("half the learning rate", {"learning_rate": 3e-4}),
     Variant("twice the learning rate", {"learning_rate": 1.2e-3}),
@@ -72,6 +78,12 @@ VARIANTS = [
 
 class OrderingTrainer(DFlashTrainer):
     fixed_blocks = False
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        drafter = self.accelerator.unwrap_model(model)
+        if isinstance(drafter, ReadsText):
+            drafter.show(inputs["input_ids"], self.target)
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def draw(self, rows, generator):
         if not self.fixed_blocks:
@@ -87,11 +99,31 @@ class OrderingTrainer(DFlashTrainer):
         return anchors, valid.bool()
 
 
+def replayed(target, drafter: DFlashDraftModel, rows: list[dict]) -> tuple[Speculation, float]:
+    """Return the rounds of `replay` and the share of first draft tokens that are right, over all anchors."""
+    if not isinstance(drafter, ReadsText):
+        speculation, _, first = replay(target, drafter, rows)
+        return speculation, first
+    whole, right, anchors = Speculation([], [], []), 0.0, 0
+    for row in rows:
+        drafter.show(torch.tensor([row["prompt_ids"] + row["response_ids"]], device=target.device), target)
+        speculation, forced, first = replay(target, drafter, [row])
+        whole.acceptance_lengths += speculation.acceptance_lengths
+        whole.drafted += speculation.drafted
+        whole.accepted += speculation.accepted
+        if forced:
+            right, anchors = right + first * len(forced), anchors + len(forced)
+    return whole, right / max(anchors, 1)
+
+
 def run_variant(variant: Variant, base: TrainOptions, target, training, validation, seconds: float) -> dict:
     """Train one variant for `seconds` of processor time and measure it: its line of the results, without the name."""
     options = dataclasses.replace(base, **variant.options)
     with tempfile.TemporaryDirectory() as folder:
         drafter = fresh_drafter(options, Path(folder))
+        if issubclass(variant.kind, ReadsText):  # the same weights
+            stated = {"block_causal": [True] * drafter.config.num_hidden_layers} if variant.kind.causal else {}
+            drafter = variant.kind.from_pretrained(Path(folder) / "start", dtype=torch.float32, **stated)
         if variant.blind:
             torch.nn.init.zeros_(drafter.fc.weight)
             drafter.fc.weight.requires_grad_(False)
@@ -121,12 +153,14 @@ def run_variant(variant: Variant, base: TrainOptions, target, training, validati
         started = time.process_time()
         trainer(steps).train()
         spent = time.process_time() - started
-        drafter.save_pretrained(Path(folder) / "end")
+        trained = DFlashDraftModel(drafter.config)  # a Hub folder holds no other code than its own
+        trained.load_state_dict(drafter.state_dict())
+        trained.save_pretrained(Path(folder) / "end")
         serve = {} if variant.serve_block is None else {
             "block_size": variant.serve_block, "num_draft_tokens": variant.serve_block - 1
         }  # fmt: skip
-        served = DFlashDraftModel.from_pretrained(Path(folder) / "end", dtype=target.dtype, **serve).eval()
-    speculation, _, first = replay(target, served, validation)
+        served = variant.kind.from_pretrained(Path(folder) / "end", dtype=target.dtype, **serve).eval()
+    speculation, first = replayed(target, served, validation)
     by_answer = [statistics.mean(lengths) for lengths in speculation.acceptance_lengths]
     return {
         "steps": steps, "seconds": round(spent), "tau": round(speculation.tau, 3),
@@ -134,6 +168,7 @@ def run_variant(variant: Variant, base: TrainOptions, target, training, validati
         "slots": [round(share, 3) for share in speculation.slot_acceptance],
         "first_slot_right": round(first, 3),
         "parameters": sum(p.numel() for p in served.parameters()),
+        "drafter_passes_a_round": getattr(served, "passes_a_round", 1),
     }  # fmt: skip
 
 
