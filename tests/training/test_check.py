@@ -1,6 +1,7 @@
 """`dflash-hub check`, `train` and `align`: the faults that they must find, and the commands from end to end."""
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -200,7 +201,7 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
     assert record["data"]["rows"] == 18 and record["data"]["target"] == "target"
     assert record["result"]["steps"] == 120
     reached = [1.0, *record["result"]["evaluation"]["acceptance_by_slot"]]
-    prior = [round(later / earlier, 2) for earlier, later in zip(reached, reached[1:]) if earlier]
+    prior = [round(later / earlier, 2) for earlier, later in itertools.pairwise(reached) if earlier]
     assert drafter.config.acceptance_prior == prior and prior
     assert record["result"]["weights_sha256"] == checksum(tmp_path / "run" / "drafter" / "model.safetensors")
     assert f"acceptance_length: {record['result']['evaluation']['acceptance_length']}" in done.stdout
