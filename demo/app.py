@@ -1,6 +1,6 @@
 """The demo in a browser: `python -m dflash_hub.demo.app`, or `make app`; as a Space, see `space.py`.
 
-Plain decoding and DFlash race on the same target, in turns (`race.py`); `page.py` is what they look like.
+The baseline and DFlash race on the same target, in turns (`race.py`); `page.py` is what they look like.
 """
 
 import argparse
@@ -91,13 +91,13 @@ class App:
         return (
             f"<p>Target: {self.pair.source}. {dtype} on {self.pair.device}{threads}, torch {torch.__version__}, transformers "
             f"{transformers.__version__}. The two take turns round by round, so that neither takes the other's cores; seconds "
-            "are those in which each computed. tau: mean tokens that a round adds, the target's own included; it is highest on "
-            "texts like those that the drafter was trained on.</p>"
+            "are those in which each computed. Acceptance length: mean tokens that a round adds, the target's own included; it is "
+            "highest on text like that which the drafter was trained on.</p>"
         )
 
     def blocks(self) -> gr.Blocks:
         """The page."""
-        with gr.Blocks(title="DFlash: the same text, in fewer passes", analytics_enabled=False) as blocks:
+        with gr.Blocks(title="DFlash: the same text, in fewer forward passes", analytics_enabled=False) as blocks:
             gr.HTML(page.INTRO, elem_classes="intro")
             prompt = gr.Textbox(PROMPTS[0], label="Prompt", lines=3, max_lines=8, elem_id="prompt")
             with gr.Row(elem_id="prompts"):
@@ -109,15 +109,18 @@ class App:
                     length = gr.Slider(16, 256, 96, step=8, label="Tokens", info="at most", elem_id="length")
                     temperature = gr.Slider(0, 1.5, 0, step=0.1, label="Temperature", info="0 is greedy")
                     top_p = gr.Slider(0.1, 1, 1, step=0.05, label="Top-p", info="1 is all")
+                with gr.Row():  # apart from the sliders, whose number stands beside the label
                     drafts = gr.Dropdown(
                         [("adaptive", "auto"), *range(1, self.pair.drafter.config.block_size)],
-                        value="auto", label="Drafted tokens", info="a round", elem_id="drafts",
+                        value="auto", label="Draft tokens", info="a round", elem_id="drafts",
                     )  # fmt: skip
                     seed = gr.Number(0, label="Seed", info="of sampling", precision=0, minimum=0)
             with gr.Row(elem_id="run"):
                 start = gr.Button("Race", variant="primary", elem_id="start", scale=3)
                 stop = gr.Button("Stop", interactive=False, elem_id="stop", scale=1, min_width=80)
-            stage = gr.HTML(page.note("Press Race: both write the same prompt's answer."), elem_id="stage")
+            stage = gr.HTML(
+                page.note("Press Race, or Ctrl+Enter in the prompt: both answer the same prompt."), elem_id="stage"
+            )
             gr.HTML(self.provenance(), elem_classes="provenance")
 
             heard = start.click(
@@ -137,14 +140,17 @@ class App:
 
 def look() -> dict:
     """Keyword arguments of `launch` that make the page look as it does; fonts are the visitor's own."""
-    green, darker = "#0d7d6c", "#0a6658"
     theme = gr.themes.Soft(
         primary_hue="teal", neutral_hue="slate", font=["system-ui", "sans-serif"], font_mono=["monospace"]
     ).set(
-        button_primary_background_fill=green, button_primary_background_fill_dark=green,
-        button_primary_background_fill_hover=darker, button_primary_background_fill_hover_dark=darker,
+        body_background_fill="var(--page)", body_background_fill_dark="var(--page)",
+        body_text_color="var(--ink)", body_text_color_dark="var(--ink)",
+        block_background_fill="var(--lane)", block_background_fill_dark="var(--lane)",
+        button_primary_text_color="var(--on-start)", button_primary_text_color_dark="var(--on-start)",
+        button_primary_background_fill="var(--start)", button_primary_background_fill_dark="var(--start)",
+        button_primary_background_fill_hover="var(--start-hover)", button_primary_background_fill_hover_dark="var(--start-hover)",
     )  # fmt: skip
-    return {"theme": theme, "css": page.CSS, "footer_links": []}
+    return {"theme": theme, "css": page.CSS, "head": page.SCRIPT, "footer_links": []}
 
 
 def main():

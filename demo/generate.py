@@ -17,7 +17,7 @@ from ..target_cache import cached_length
 from ..target_model import CACHE
 from .pair import DraftStreamer, Pair
 
-DRAFTED, PLAIN = "\x1b[32m", "\x1b[0m"  # of a terminal
+DRAFTED, RESET = "\x1b[32m", "\x1b[0m"  # of a terminal
 
 
 @dataclass
@@ -40,19 +40,19 @@ class Answer:
     speculation: Speculation
 
     def as_json(self) -> str:
-        """One line; tau is null where there was no round."""
+        """One line; the acceptance length is null where there was no round."""
         fields = asdict(self)
         speculation = fields.pop("speculation")
         fields["tokens_per_second"] = self.new_tokens / self.seconds
-        fields["tau"] = self.speculation.tau if self.speculation.acceptance_lengths[0] else None
+        fields["acceptance_length"] = self.speculation.tau if self.speculation.acceptance_lengths[0] else None
         fields |= {name: speculation[name] for name in ("target_passes", "drafter_passes")}
         fields |= {name: speculation[name][0] for name in ("acceptance_lengths", "drafted", "accepted")}
         return json.dumps(fields, ensure_ascii=False)
 
     def as_line(self) -> str:
-        counts = f"{self.new_tokens} tokens in {self.speculation.target_passes} target passes"
-        tau = f" (tau {self.speculation.tau:.2f})" if self.speculation.acceptance_lengths[0] else ""
-        return f"{counts}{tau}, {self.seconds:.2f} s, {self.new_tokens / self.seconds:.1f} tokens/s"
+        counts = f"{self.new_tokens} tokens in {self.speculation.target_passes} forward passes of the target"
+        length = f" (acceptance length {self.speculation.tau:.2f})" if self.speculation.acceptance_lengths[0] else ""
+        return f"{counts}{length}, {self.seconds:.2f} s, {self.new_tokens / self.seconds:.1f} tokens/s"
 
 
 class Conversation:
@@ -185,5 +185,5 @@ def _lines(interactive: bool) -> Iterator[str]:
 
 
 def _write(text: str, drafted: bool):
-    sys.stdout.write(f"{DRAFTED}{text}{PLAIN}" if drafted and sys.stdout.isatty() else text)
+    sys.stdout.write(f"{DRAFTED}{text}{RESET}" if drafted and sys.stdout.isatty() else text)
     sys.stdout.flush()

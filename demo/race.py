@@ -1,4 +1,4 @@
-"""Plain decoding against DFlash on the same target, in turns: what the app shows, without the app.
+"""The baseline against DFlash on the same target, in turns: what the app shows, without the app.
 
 Both write at the same time to the eye, but only one computes at any moment: after each round the one whose own clock is
 behind goes on. So neither takes the other's cores, and the seconds of each are those that it would need alone.
@@ -34,7 +34,7 @@ class Lane:
         self.pair, self.call, self.with_drafter, self.seed = pair, call, with_drafter, seed
         self.text = DraftedText(pair.tokenizer)
         self.parts: list[tuple[str, bool]] = []
-        self.pieces: list[list[int]] = []  # the prompt's pass gives the first, each round one more
+        self.pieces: list[list[int]] = []  # prefill gives the first, each round one more
         self.seconds = 0.0  # in which this lane computed
         self.output = None
         self.error: Exception | None = None
@@ -81,7 +81,7 @@ class Lane:
 
     @property
     def passes(self) -> int:
-        """Passes of the target."""
+        """Forward passes of the target."""
         return self.speculation.target_passes if self.speculation else len(self.pieces)
 
     @property
@@ -90,8 +90,8 @@ class Lane:
         return self.speculation.accepted[0] if self.speculation else [len(piece) - 1 for piece in self.pieces[1:]]
 
     @property
-    def tau(self) -> float | None:
-        """Mean tokens a round; None before the first round."""
+    def acceptance_length(self) -> float | None:
+        """Return the mean number of tokens that a round adds; None before the first round."""
         rounds = self.pieces[1:]
         return sum(map(len, rounds)) / len(rounds) if rounds else None
 
@@ -151,7 +151,7 @@ class Lane:
 
 
 class Race:
-    """Plain decoding and DFlash, one prompt, one seed.
+    """The baseline and DFlash, one prompt, one seed.
 
     Args:
         settings: keyword arguments of `generate`, for both.
@@ -173,13 +173,13 @@ class Race:
             )
         self.settings = settings = pair.fitting(settings, inputs)
         call = {**inputs, **settings}
-        # DFlash goes first: it takes its own seed from torch's generator when it begins, and plain keeps using that.
+        # DFlash goes first: it takes its own seed from torch's generator when it begins, and the baseline keeps using that.
         self.dflash = Lane(pair, call | {"num_assistant_tokens": drafts}, True, seed)
-        self.plain = Lane(pair, call, False, seed)
+        self.baseline = Lane(pair, call, False, seed)
 
     @property
     def lanes(self) -> tuple[Lane, Lane]:
-        return self.dflash, self.plain
+        return self.dflash, self.baseline
 
     def run(self) -> Iterator["Race"]:
         """Yield this race after every round of either; whoever stops early closes the lanes by closing the iterator."""
@@ -198,4 +198,4 @@ class Race:
     @property
     def same_text(self) -> bool:
         """Whether both wrote the same tokens; of a race that is over."""
-        return self.dflash.tokens == self.plain.tokens
+        return self.dflash.tokens == self.baseline.tokens

@@ -51,7 +51,7 @@ def run(
     )
     console.print(Text("accepted draft tokens", DRAFTED), "have this color; the others the target chose itself\n")
 
-    table = Table("#", "tokens", "target passes", "tau", "seconds", "plain s", "speedup", "same text")
+    table = Table("#", "tokens", "forward passes", "acceptance length", "seconds", "baseline s", "speedup", "same text")
     encoded = [pair.encode([{"role": "user", "content": prompt}]) for prompt in prompts]
     settings = [pair.fitting({"max_new_tokens": max_new_tokens} | sampling, inputs) for inputs in encoded]
     for number, (prompt, inputs, call) in enumerate(zip(prompts, encoded, settings), start=1):
@@ -68,17 +68,17 @@ def run(
         streamer.finish(speculation)
         console.print("\n")
         torch.manual_seed(seed)
-        plain, plain_seconds = _timed(model, inputs, call)
+        baseline, baseline_seconds = _timed(model, inputs, call)
 
-        identical = "sampled" if temperature else ("yes" if torch.equal(output, plain) else "NO")
+        identical = "sampled" if temperature else ("yes" if torch.equal(output, baseline) else "NO")
         table.add_row(
             str(number),
             str(output.shape[1] - prompt_length),
             str(speculation.target_passes),
             f"{speculation.tau:.2f}" if speculation.acceptance_lengths[0] else "-",
             f"{seconds:.2f}",
-            f"{plain_seconds:.2f}",
-            f"{plain_seconds / seconds:.2f}x",
+            f"{baseline_seconds:.2f}",
+            f"{baseline_seconds / seconds:.2f}x",
             identical,
         )
     console.print(table)

@@ -38,16 +38,16 @@ def test_a_race_ends_with_plains_text_and_true_counts(small_pair, kind):
     new = plain[0, -24:].tolist()
     pair = Instead(small_pair, drafter=scripted(small_pair.drafter, kind, plain))
     race = finished(Race(pair, PROMPT, 0, GREEDY, 4))
-    assert race.dflash.tokens == race.plain.tokens == new and race.same_text and race.over
-    assert race.plain.passes == 24 and race.plain.tau == 1
+    assert race.dflash.tokens == race.baseline.tokens == new and race.same_text and race.over
+    assert race.baseline.passes == 24 and race.baseline.acceptance_length == 1
     speculation = race.dflash.speculation
     assert race.dflash.passes == speculation.target_passes == len(race.dflash.pieces) + speculation.check_passes
-    assert race.dflash.tau == pytest.approx(race.dflash.speculation.tau)
+    assert race.dflash.acceptance_length == pytest.approx(race.dflash.speculation.tau)
     assert {"random": 0, "half-right": 3, "oracle": 15}[kind] <= sum(race.dflash.accepted) <= 24
     for lane in race.lanes:
         assert "".join(text for text, _ in lane.parts) == small_pair.tokenizer.decode(new, skip_special_tokens=True)
         assert lane.seconds > 0 and lane.rate == 24 / lane.seconds
-    assert not any(drafted for _, drafted in race.plain.parts)
+    assert not any(drafted for _, drafted in race.baseline.parts)
     assert any(drafted for _, drafted in race.dflash.parts) == (sum(race.dflash.accepted) > 0)
 
 
@@ -72,12 +72,14 @@ def test_a_sampled_race_is_reproducible_and_plain_is_plain(small_pair):
     """Whatever the order of turns: DFlash takes its seed when it begins, and torch's generator is plain's from there."""
     first, second = (finished(Race(small_pair, PROMPT, 5, SAMPLED, 4)) for _ in range(2))
     assert first.dflash.tokens == second.dflash.tokens
-    assert first.plain.tokens == second.plain.tokens == plain_text(small_pair, seed=5, **SAMPLED)[0, -24:].tolist()
+    assert (
+        first.baseline.tokens == second.baseline.tokens == plain_text(small_pair, seed=5, **SAMPLED)[0, -24:].tolist()
+    )
     torch.manual_seed(5)
     inputs = small_pair.encode([{"role": "user", "content": PROMPT}])
     alone = small_pair.target.generate(**inputs, **SAMPLED, assistant_model=small_pair.drafter, num_assistant_tokens=4)
     assert first.dflash.tokens == alone[0, -24:].tolist()
-    assert finished(Race(small_pair, PROMPT, 6, SAMPLED, 4)).plain.tokens != first.plain.tokens
+    assert finished(Race(small_pair, PROMPT, 6, SAMPLED, 4)).baseline.tokens != first.baseline.tokens
 
 
 def test_only_one_computes_and_the_one_behind_goes_on(small_pair, monkeypatch):
@@ -102,7 +104,7 @@ def test_only_one_computes_and_the_one_behind_goes_on(small_pair, monkeypatch):
         if not any(lane.done for lane in race.lanes):
             assert before[went.index(True)] == min(before)
         before = now
-    assert len(set(order)) == 2 and len(order) == race.dflash.passes + race.plain.passes
+    assert len(set(order)) == 2 and len(order) == race.dflash.passes + race.baseline.passes
 
 
 def test_seconds_are_those_of_the_lane_alone(small_pair):
@@ -112,7 +114,7 @@ def test_seconds_are_those_of_the_lane_alone(small_pair):
     for number, _ in enumerate(race.run()):
         if number < 4:
             time.sleep(0.25)
-    assert race.dflash.seconds + race.plain.seconds <= time.perf_counter() - start - 1
+    assert race.dflash.seconds + race.baseline.seconds <= time.perf_counter() - start - 1
 
 
 def test_a_race_that_is_left_ends_its_threads(small_pair, monkeypatch):
@@ -155,7 +157,7 @@ def test_a_bad_prompt_gets_a_sentence(small_pair, prompt, sentence):
 def test_an_answer_is_no_longer_than_the_target_has_positions(small_pair):
     race = Race(small_pair, "x" * (MAX_PROMPT_TOKENS - 8), 0, GREEDY, 4)
     assert race.settings["max_new_tokens"] == 3
-    assert len(finished(race).plain.tokens) == 3 and race.same_text
+    assert len(finished(race).baseline.tokens) == 3 and race.same_text
 
 
 def test_what_a_call_raises_comes_out_of_the_race(small_pair):
@@ -171,13 +173,15 @@ def test_the_page_shows_the_races_numbers(small_pair):
     assert all('data-state="running"' in html and "caret" in html for html in states[:-1])
     last = states[-1]
     assert 'data-state="over"' in last and "caret" not in last and "The texts are the same." in last
-    assert f"<b>{race.dflash.passes}</b> target passes instead of <b>24</b>" in last
-    assert f"<dt>tau</dt><dd>{race.dflash.tau:.2f}</dd>" in last
-    assert f"<dt>tokens/s</dt><dd>{race.plain.rate:.1f}</dd>" in last
+    assert f"<b>{race.dflash.passes}</b> forward passes of the target instead of <b>24</b>" in last
+    assert f"<dt>acceptance length</dt><dd>{race.dflash.acceptance_length:.2f}</dd>" in last
+    assert f"<dt>tokens/s</dt><dd>{race.baseline.rate:.1f}</dd>" in last
     assert [int(n) for n in re.findall(r"--accepted:(\d+)", last)] == race.dflash.accepted
     shown = re.findall(r'<div class="text">(.*?)</div>', last, re.S)
     texts = [re.sub(r"<[^>]+>", "", html) for html in shown]
-    assert texts[0] == texts[1] == page.escape(small_pair.tokenizer.decode(race.plain.tokens, skip_special_tokens=True))
+    assert (
+        texts[0] == texts[1] == page.escape(small_pair.tokenizer.decode(race.baseline.tokens, skip_special_tokens=True))
+    )
 
 
 def test_a_stopped_race_says_so(small_pair):
@@ -192,7 +196,7 @@ def test_a_stopped_race_says_so(small_pair):
 
 def test_different_texts_are_not_called_the_same(small_pair):
     race = finished(Race(small_pair, PROMPT, 0, GREEDY, 4))
-    race.plain.pieces[7] = [race.plain.pieces[7][0] + 1]
+    race.baseline.pieces[7] = [race.baseline.pieces[7][0] + 1]
     assert not race.same_text and "The texts differ: from token 8 on." in page.stage(race, 5)
 
 
@@ -200,6 +204,38 @@ def test_text_is_escaped_and_marks_are_joined():
     parts = [("a<b>", False), ("&c", True), ("d", True), (" e", False), ("f", True)]
     assert page.text_html(parts) == "a&lt;b&gt;<mark>&amp;cd</mark> e<mark>f</mark>"
     assert "<script>" not in page.note("<script>alert(1)</script>")
+
+
+def test_code_has_a_fixed_width_and_keeps_its_marks():
+    """Between fences and single backticks; a fence that is still open holds all that follows, and one in a line is text."""
+    parts = [("Use `a<b", True), ("` or:\n```py\nx = `1", False), ("`\n```", True), ("\nnot ` this", False)]
+    assert page.text_html(parts) == (
+        "<mark>Use </mark><code><mark>`a&lt;b</mark>`</code> or:\n"
+        "<code>```py\nx = `1<mark>`\n```</mark></code>\nnot ` this"
+    )
+    assert page.text_html([("So:\n```py\nx", False), (" = 1", True)]) == "So:\n<code>```py\nx<mark> = 1</mark></code>"
+    assert "monospace" in re.search(r"\.text code \{(.*?)\}", page.CSS)[1]
+
+
+def brightness(color: str) -> float:
+    """Relative luminance of a #rrggbb color, as WCAG 2 defines it."""
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear))
+
+
+def test_text_has_enough_contrast_in_both_themes():
+    """4.5 is WCAG's AA; the app in a browser is measured in `test_app_browser.py`."""
+    grounds = {"ink": ("page", "lane", "drafted-back"), "quiet": ("page", "lane"), "on-start": ("start", "start-hover")}
+    written = {name for name in re.findall(r"(?<![-\w])color: var\(--([\w-]+)\)", page.CSS)}
+    assert written <= grounds.keys(), "a color of text that is not measured here"
+    light, dark = (
+        dict(re.findall(r"--([\w-]+): (#\w{6})", block)) for block in re.findall(r"\{(.*?)\}", page.CSS, re.S)[:2]
+    )
+    for colors in (light, light | dark):
+        for text, under in ((text, under) for text, names in grounds.items() for under in names):
+            bright, dim = sorted((brightness(colors[text]), brightness(colors[under])), reverse=True)
+            assert (bright + 0.05) / (dim + 0.05) >= 4.5, (text, under, colors[text], colors[under])
 
 
 def test_half_a_character_waits(smollm2_path):

@@ -177,19 +177,78 @@ def test_a_visitor_types_races_and_reads_the_numbers(browser, url):
     partial = page.text("first")
     page.until(lambda: page.state == "over")
     drafter, plain = page.numbers("first"), page.numbers("second")
-    assert drafter["tokens"] == plain["tokens"] == plain["target passes"] <= LENGTH
+    assert drafter["tokens"] == plain["tokens"] == plain["forward passes"] <= LENGTH
     assert page.text("first") == page.text("second") and page.text("first").startswith(partial.strip("\n")[:10])
     assert "apples" in page.text("first")
-    assert drafter["target passes"] < drafter["tokens"] and drafter["tau"] > 1 and plain["tau"] == 1
+    assert (
+        drafter["forward passes"] < drafter["tokens"]
+        and drafter["acceptance length"] > 1
+        and plain["acceptance length"] == 1
+    )
     rounds = [int(n) for n in re.findall(r"--accepted:\s*(\d+)", page.one(".bars").get_attribute("innerHTML"))]
-    assert len(rounds) == drafter["target passes"] - 1
+    assert len(rounds) == drafter["forward passes"] - 1
     assert sum(rounds) + len(rounds) + 1 == drafter["tokens"]
-    assert drafter["tau"] == pytest.approx(1 + sum(rounds) / len(rounds), abs=0.006)
+    assert drafter["acceptance length"] == pytest.approx(1 + sum(rounds) / len(rounds), abs=0.006)
     assert page.all(".first mark") and not page.all(".second mark")
     assert "The texts are the same." in page.one(".verdict").text
     page.look("app")
     page.until(lambda: page.one("#start").is_enabled() and not page.one("#stop").is_enabled())
     assert not errors_of(browser)
+
+
+TEXTS = """
+const seen = [], body = document.querySelector('.gradio-container');
+for (const node of body.querySelectorAll('*')) {
+  const text = [...node.childNodes].filter(n => n.nodeType === 3).map(n => n.textContent.trim()).join('') || node.value;
+  if (!text || !node.checkVisibility({checkVisibilityCSS: true, checkOpacity: true}) || node.closest(':disabled')) continue;
+  let under = node;
+  while (under && /, 0\\)$|transparent/.test(getComputedStyle(under).backgroundColor)) under = under.parentElement;
+  seen.push([text, getComputedStyle(node).color, under ? getComputedStyle(under).backgroundColor : 'rgb(255, 255, 255)']);
+}
+return seen;
+"""
+
+
+def contrast(first: str, second: str) -> float:
+    """WCAG's contrast of two colors as a browser computes them."""
+
+    def brightness(color: str) -> float:
+        parts = [float(part) / 255 for part in re.findall(r"[\d.]+", color)[:3]]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear))
+
+    bright, dim = sorted((brightness(first), brightness(second)), reverse=True)
+    return (bright + 0.05) / (dim + 0.05)
+
+
+@pytest.mark.parametrize("theme", ("light", "dark"))
+def test_all_text_can_be_read_and_settings_are_aligned(browser, url, theme):
+    page = Page(browser, url, theme=theme)
+    page.one("#settings button").click()
+    page.until(lambda: page.one("#length input[type=number]").is_displayed())
+    seen = browser.execute_script(TEXTS)
+    assert {"Prompt", "Temperature", "Draft tokens", "0 is greedy"} <= {text for text, _, _ in seen}
+    pale = [(text, color, under) for text, color, under in seen if contrast(color, under) < 4.5]
+    assert not pale
+    boxes = [
+        box.rect for box in page.all("#settings input") if box.is_displayed() and box.get_attribute("type") != "range"
+    ]
+    middles = sorted(round(box["y"] + box["height"] / 2) for box in boxes)
+    assert len(boxes) == 5 and middles[2] - middles[0] <= 2 and middles[4] - middles[3] <= 2, middles
+
+
+def test_ctrl_enter_in_the_prompt_starts_and_enter_does_not(browser, url):
+    from selenium.webdriver.common.keys import Keys
+
+    page = Page(browser, url)
+    page.set(16)
+    page.type("Hi")
+    box = page.one("#prompt textarea")
+    box.send_keys(Keys.ENTER)
+    assert box.get_attribute("value") == "Hi\n" and page.state is None
+    box.send_keys(Keys.CONTROL, Keys.ENTER)
+    page.until(lambda: page.state == "over")
+    assert page.numbers("first")["tokens"] > 0 and box.get_attribute("value") == "Hi\n"
 
 
 def test_it_fits_a_phone_in_dark_mode(browser, url):

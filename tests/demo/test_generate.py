@@ -138,7 +138,7 @@ def test_json_has_a_line_an_answer(command):
     assert [line["prompt"] for line in lines] == ["How many?", "And then?"]
     for line, other in zip(lines, map(json.loads, chat.splitlines()), strict=True):
         assert line["new_tokens"] == 12 == sum(line["acceptance_lengths"]) + 1
-        assert line["tau"] == sum(line["acceptance_lengths"]) / len(line["acceptance_lengths"])
+        assert line["acceptance_length"] == sum(line["acceptance_lengths"]) / len(line["acceptance_lengths"])
         assert line["target_passes"] >= 1 + len(line["accepted"]) and line["seconds"] > 0
         assert line["text"] == other["text"]
 
