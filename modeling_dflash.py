@@ -322,12 +322,12 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         return DFlashDraftModelOutput(last_hidden_state=self.norm(hidden_states))
 
     def _check_inputs(self, noise_embeds: torch.Tensor, context_hidden_states: torch.Tensor):
-        hidden, taps = self.config.hidden_size, len(self.config.target_layer_ids)
+        hidden, layers = self.config.hidden_size, len(self.config.target_layer_ids)
         if noise_embeds.ndim != 3 or noise_embeds.shape[2] != hidden:
             raise ValueError(f"`noise_embeds` must be (batch, block, {hidden}), got {tuple(noise_embeds.shape)}.")
-        if context_hidden_states.ndim != 3 or context_hidden_states.shape[2] != taps * hidden:
+        if context_hidden_states.ndim != 3 or context_hidden_states.shape[2] != layers * hidden:
             raise ValueError(
-                f"`context_hidden_states` must be (batch, new, {taps} taps * {hidden}), got "
+                f"`context_hidden_states` must be (batch, new, {layers} target layers * {hidden}), got "
                 f"{tuple(context_hidden_states.shape)}."
             )
         if noise_embeds.shape[1] % self.config.block_size:

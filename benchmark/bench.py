@@ -118,7 +118,7 @@ class Bench:
         return config.to_diff_dict() | self.settings
 
     def tie_gap(self, inputs: dict, text: list[int], other: list[int]) -> float:
-        """How close plain's two best scores lie where another text first differs from it (a teacher-forced pass)."""
+        """How close the baseline's two best scores lie where another output first differs from it (a teacher-forced pass)."""
         at = next((i for i, pair in enumerate(zip(text, other)) if pair[0] != pair[1]), min(len(text), len(other)))
         ids = torch.cat([inputs["input_ids"], torch.tensor([text[:at]], device=self.target.device)], dim=1)
         with torch.no_grad():
@@ -204,7 +204,7 @@ def run_bench(
 
 
 def measure(bench: Bench, runners: dict, set_name: str, row: dict, seed: int):
-    """Yield one record a method and turn. The order of methods is shuffled by prompt; plain goes first, as the yardstick."""
+    """Yield one record a method and turn. The order of methods is shuffled by prompt; the baseline goes first."""
     messages, greedy = [], not bench.settings["do_sample"]
     order = [name for name in runners if name != "baseline"]
     random.Random(row["id"]).shuffle(order)
@@ -212,42 +212,42 @@ def measure(bench: Bench, runners: dict, set_name: str, row: dict, seed: int):
     for number, turn in enumerate(turns_of(row["messages"])):
         messages += turn.messages
         inputs = bench.inputs(row, messages)
-        plain_ids = answer = None
+        baseline_ids = answer = None
         for name in order:
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
-            run = runners[name].run(inputs, bench.settings, seed, plain_ids)
+            run = runners[name].run(inputs, bench.settings, seed, baseline_ids)
             answer = answer or run.new_ids
             if name == "baseline":
-                plain_ids = run.new_ids
-            same = run.new_ids == plain_ids if greedy and plain_ids is not None else None
+                baseline_ids = run.new_ids
+            same = run.new_ids == baseline_ids if greedy and baseline_ids is not None else None
             record = {
                 "method": name, "set": set_name, "id": row["id"], "turn": number,
                 "prompt_tokens": inputs["input_ids"].shape[1], "same_text": same, "peak_bytes": peak_bytes(),
             }  # fmt: skip
             if same is False:
-                record["tie_gap"] = bench.tie_gap(inputs, plain_ids, run.new_ids)
+                record["tie_gap"] = bench.tie_gap(inputs, baseline_ids, run.new_ids)
             yield record | dataclasses.asdict(run)
         messages += turn.kept or [own_turn(bench.tokenizer, messages, answer, bench.template_settings(row))]
 
 
 def forecast(work: list[tuple[str, dict]], seconds: float, methods: list[str], limit: int, output: Path) -> str:
     """Say what a run will take: tokens, time, memory and disk, of this process."""
-    texts = sum(len(turns_of(row["messages"])) for _, row in work)
+    outputs = sum(len(turns_of(row["messages"])) for _, row in work)
     return (
-        f"{texts} texts by {len(methods)} methods, at most {texts * len(methods) * limit:,} tokens\n"
-        f"time: at most {duration(texts * limit * seconds)} (measured on a few tokens of the first prompt; what is in {output} "
-        f"already comes off)\nmemory: {size(peak_bytes())} until now\ndisk: at most {size(texts * len(methods) * limit * 20)}"
+        f"{outputs} outputs by {len(methods)} methods, at most {outputs * len(methods) * limit:,} tokens\n"
+        f"time: at most {duration(outputs * limit * seconds)} (measured on a few tokens of the first prompt; what is in {output} "
+        f"already comes off)\nmemory: {size(peak_bytes())} until now\ndisk: at most {size(outputs * len(methods) * limit * 20)}"
     )
 
 
 def _warm_up(bench: Bench, runners: dict, row: dict) -> float:
     """Run every method once; returns the seconds that all of them took for a token."""
     inputs = bench.inputs(row)
-    plain_ids, seconds = None, 0.0
+    baseline_ids, seconds = None, 0.0
     for name, runner in runners.items():
-        run = runner.run(inputs, bench.settings | {"max_new_tokens": 12}, 0, plain_ids)
-        plain_ids = run.new_ids if name == "baseline" else plain_ids
+        run = runner.run(inputs, bench.settings | {"max_new_tokens": 12}, 0, baseline_ids)
+        baseline_ids = run.new_ids if name == "baseline" else baseline_ids
         seconds += run.seconds / max(1, len(run.new_ids))
     return seconds
 

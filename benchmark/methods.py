@@ -114,14 +114,14 @@ class Generate:
     def __init__(self, name: str, bench, drafter=None, **arguments):
         self.name, self.target, self.drafter, self.arguments = name, bench.target, drafter, arguments
 
-    def run(self, inputs: dict, settings: dict, seed: int, plain_ids: list[int] | None) -> Run:
+    def run(self, inputs: dict, settings: dict, seed: int, baseline_ids: list[int] | None) -> Run:
         clock = Clock(self.target.device)
         torch.manual_seed(seed)
         with contextlib.ExitStack() as stack:
             target = stack.enter_context(Passes(self.target, "input_ids"))
             drafter = stack.enter_context(Passes(self.drafter, self.drafter.main_input_name)) if self.drafter else None
             start = clock.now()
-            output, speculation, draft_seconds = self._generate(inputs, settings, seed, plain_ids, clock)
+            output, speculation, draft_seconds = self._generate(inputs, settings, seed, baseline_ids, clock)
             seconds = clock.now() - start
         prompt_length = inputs["input_ids"].shape[1]
         spans = target.seconds()
@@ -143,7 +143,7 @@ class Generate:
             pass_seconds=by_length,
         )
 
-    def _generate(self, inputs: dict, settings: dict, seed: int, plain_ids: list[int] | None, clock: Clock):
+    def _generate(self, inputs: dict, settings: dict, seed: int, baseline_ids: list[int] | None, clock: Clock):
         """Write the text: (output, statistics of our loop or None, seconds in drafts or 0)."""
         return self.target.generate(**inputs, **settings, **self.arguments, streamer=clock), None, 0.0
 
@@ -155,12 +155,12 @@ class Ours(Generate):
         self.assistant = TimedDrafter(bench.drafter)
         super().__init__(name, bench, bench.drafter, assistant_model=self.assistant, **arguments)
 
-    def _generate(self, inputs: dict, settings: dict, seed: int, plain_ids: list[int] | None, clock: Clock):
-        self.assistant.make_proposer = lambda target: self._proposer(target, inputs, seed, plain_ids, clock)
-        output, _, _ = super()._generate(inputs, settings, seed, plain_ids, clock)
+    def _generate(self, inputs: dict, settings: dict, seed: int, baseline_ids: list[int] | None, clock: Clock):
+        self.assistant.make_proposer = lambda target: self._proposer(target, inputs, seed, baseline_ids, clock)
+        output, _, _ = super()._generate(inputs, settings, seed, baseline_ids, clock)
         return output, self.assistant.last_speculation, sum(self.assistant.newest.seconds)
 
-    def _proposer(self, target, inputs, seed, plain_ids, clock):
+    def _proposer(self, target, inputs, seed, baseline_ids, clock):
         return TimedProposer(self.drafter, target, clock)
 
 
@@ -171,10 +171,10 @@ class Ceiling(Ours):
         super().__init__(name, bench, num_assistant_tokens=bench.drafter.config.block_size - 1)
         self.accuracy = accuracy
 
-    def _proposer(self, target, inputs, seed, plain_ids, clock):
-        if plain_ids is None:
-            raise ValueError(f"{self.name} proposes plain's own text: run `baseline` before it.")
-        text = inputs["input_ids"][0].tolist() + plain_ids
+    def _proposer(self, target, inputs, seed, baseline_ids, clock):
+        if baseline_ids is None:
+            raise ValueError(f"{self.name} proposes the baseline's own tokens: run `baseline` before it.")
+        text = inputs["input_ids"][0].tolist() + baseline_ids
         return Oracle(self.drafter, target, clock, text, self.accuracy, seed)
 
 
@@ -288,7 +288,7 @@ class Zlab:
             [ZLAB_PYTHON, worker, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def run(self, inputs: dict, settings: dict, seed: int, plain_ids: list[int] | None) -> Run:
+    def run(self, inputs: dict, settings: dict, seed: int, baseline_ids: list[int] | None) -> Run:
         request = {"prompt_ids": inputs["input_ids"][0].tolist(), "max_new_tokens": settings["max_new_tokens"]}
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()

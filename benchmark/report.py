@@ -10,45 +10,46 @@ from .bench import TIE, read_records, read_settings
 from .rows import summarize_rows
 
 DEFINITIONS = """\
-- **tau**: tokens that a round adds to the text, the target's own token included, over all rounds of a set. A round is one
-  target pass after the prompt's and the draft that it verified; what the prompt's pass adds (one token, or more where a
-  method drafts for it already) belongs to no round. In brackets: 95% interval, bootstrap over prompts; all turns of a
-  prompt are drawn together.
-- **tokens/s**: new tokens over seconds of the whole call, the prompt's pass included.
-- **speedup**: seconds of plain `generate` over seconds of the method, on the same prompts in the same run; 95% interval.
+- **acceptance length** (tau): mean number of tokens that a round adds, the target's own included, over all rounds of a set.
+  A round is one draft and the forward pass of the target that verifies it. What the prefill adds (one token, or more
+  where a method drafts for it already) belongs to no round. In brackets: 95% interval, bootstrap over prompts. All turns
+  of a prompt are drawn together.
+- **tokens/s**: new tokens over seconds of the whole call, the prefill included.
+- **speedup**: seconds of the baseline over those of the method, on the same prompts in the same run; 95% interval.
 - **first token**: mean seconds until the first new token reaches a streamer.
-- **passes**: of target and drafter, per text.
-- **same text**: greedy texts equal to plain's, token for token. A difference is excused where plain's two best scores lie
-  within 1e-4 at the first differing token (float32; half precision has wider ties, which are counted but not excused).
-- **slot k**: of the rounds that drafted slot k, the share that accepted slots 1 to k (cumulative), and the share of those
-  that accepted slots 1 to k - 1 (conditional)."""
+- **forward passes**: of target and drafter, per output.
+- **same text**: greedy outputs equal to the baseline's, token for token. A difference is excused where the baseline's two
+  best scores lie within 1e-4 at the first differing token (float32; half precision has wider ties, which are counted but
+  not excused).
+- **draft position k**: of the rounds that drafted it, the share that accepted positions 1 to k (cumulative), and the
+  share of those that accepted 1 to k - 1 (conditional)."""
 
 
-def tau_of(records: list[dict]) -> float:
+def acceptance_length_of(records: list[dict]) -> float:
     totals = [round_totals(record) for record in records]
     rounds = sum(rounds for _, rounds in totals)
     return sum(tokens for tokens, _ in totals) / rounds if rounds else float("nan")
 
 
 def round_totals(record: dict) -> list[int]:
-    """[tokens that rounds added, rounds] of a text; of a server the two are all that is known."""
+    """[tokens that rounds added, rounds] of an output; of a server the two are all that is known."""
     return record.get("round_totals") or [sum(record["rounds"]), len(record["rounds"])]
 
 
 def speedup_of(pairs: list[tuple[dict, dict]]) -> float:
-    return sum(plain["seconds"] for plain, _ in pairs) / sum(record["seconds"] for _, record in pairs)
+    return sum(baseline["seconds"] for baseline, _ in pairs) / sum(record["seconds"] for _, record in pairs)
 
 
-def slots_of(records: list[dict]) -> list[tuple[float, float]]:
-    """(cumulative, conditional) acceptance of slots 1, 2, ..."""
+def positions_of(records: list[dict]) -> list[tuple[float, float]]:
+    """(cumulative, conditional) acceptance of draft positions 1, 2, ..."""
     rounds = [pair for r in records for pair in zip(r["drafted"], r["accepted"])]
-    slots = []
-    for slot in range(1, max((drafted for drafted, _ in rounds), default=0) + 1):
-        asked = [accepted for drafted, accepted in rounds if drafted >= slot]
-        reached = sum(accepted >= slot - 1 for accepted in asked)
-        passed = sum(accepted >= slot for accepted in asked)
-        slots.append((passed / len(asked), passed / reached if reached else float("nan")))
-    return slots
+    positions = []
+    for position in range(1, max((drafted for drafted, _ in rounds), default=0) + 1):
+        asked = [accepted for drafted, accepted in rounds if drafted >= position]
+        reached = sum(accepted >= position - 1 for accepted in asked)
+        passed = sum(accepted >= position for accepted in asked)
+        positions.append((passed / len(asked), passed / reached if reached else float("nan")))
+    return positions
 
 
 def summarize(folder: Path) -> list[dict]:
@@ -58,8 +59,8 @@ def summarize(folder: Path) -> list[dict]:
         groups[record["set"], record["method"]].append(record)
     rows = []
     for (set_name, method), records in groups.items():
-        plain = {(r["id"], r["turn"]): r for r in groups.get((set_name, "baseline"), [])}
-        pairs = [(plain[r["id"], r["turn"]], r) for r in records if (r["id"], r["turn"]) in plain]
+        baseline = {(r["id"], r["turn"]): r for r in groups.get((set_name, "baseline"), [])}
+        pairs = [(baseline[r["id"], r["turn"]], r) for r in records if (r["id"], r["turn"]) in baseline]
         tokens, seconds = sum(len(r["new_ids"]) for r in records), sum(r["seconds"] for r in records)
         compared = [r for r in records if r["same_text"] is not None]
         different = [r for r in compared if not r["same_text"]]
@@ -71,8 +72,8 @@ def summarize(folder: Path) -> list[dict]:
             {
                 "set": set_name,
                 "method": method,
-                "texts": len(records),
-                "tau": over_prompts(records, lambda r: r["id"], tau_of)
+                "outputs": len(records),
+                "acceptance_length": over_prompts(records, lambda r: r["id"], acceptance_length_of)
                 if any(round_totals(r)[1] for r in records)
                 else None,
                 "tokens_per_second": tokens / seconds,
@@ -82,7 +83,7 @@ def summarize(folder: Path) -> list[dict]:
                 "drafter_passes": sum(r["drafter_passes"] for r in records) / len(records),
                 "share_target": sum(r["target_seconds"] for r in records) / seconds,
                 "share_draft": sum(r["draft_seconds"] for r in records) / seconds,
-                "slots": slots_of(records),
+                "positions": positions_of(records),
                 "compared": len(compared),
                 "same": len(compared) - len(different),
                 "excused": sum(r["tie_gap"] <= TIE for r in different),
@@ -109,10 +110,10 @@ def results(rows: list[dict], names: dict[str, str]) -> list[str]:
     """
     parts = [
         table(
-            ["set", "method", "drafted by", "texts", "tau", "tokens/s", "speedup", "first token", "passes: target, drafter", "same text"],
+            ["set", "method", "drafted by", "outputs", "acceptance length", "tokens/s", "speedup", "first token", "forward passes: target, drafter", "same text"],
             [
                 [
-                    row["set"], row["method"], shortened(names.get(row["method"], "")), row["texts"], interval(row["tau"]),
+                    row["set"], row["method"], shortened(names.get(row["method"], "")), row["outputs"], interval(row["acceptance_length"]),
                     f"{row['tokens_per_second']:.1f}", interval(row["speedup"]), f"{row['first_token']:.2f} s",
                     f"{row['target_passes']:.1f}, {row['drafter_passes']:.1f}" if row["target_passes"] else "-",
                     f"{row['same']} of {row['compared']}" + (f", {row['excused']} at ties" if row["excused"] else "")
@@ -145,24 +146,24 @@ def markdown(folder: Path, rows: list[dict], compare: Path | None) -> str:
     ]
     for number, server in enumerate(settings.get("servers", []), 1):
         parts.append(f"served{f'-{number}' if number > 1 else ''}: {server}; its weights and types are its own")
-    if sum(row["texts"] for row in rows) < wanted:
+    if sum(row["outputs"] for row in rows) < wanted:
         parts.append(
-            f"**Not complete**: {sum(row['texts'] for row in rows)} texts of at least {wanted}; run the command again."
+            f"**Not complete**: {sum(row['outputs'] for row in rows)} outputs of at least {wanted}; run the command again."
         )
     parts += results(rows, settings.get("drafted_by", {}))
-    drafting = [row for row in rows if row["slots"]]
+    drafting = [row for row in rows if row["positions"]]
     if drafting:
-        longest = max(len(row["slots"]) for row in drafting)
-        parts.append("Acceptance by slot: cumulative / conditional")
+        longest = max(len(row["positions"]) for row in drafting)
+        parts.append("Acceptance by draft position: cumulative / conditional")
         parts.append(
             table(
                 ["set", "method", *range(1, longest + 1)],
-                [[r["set"], r["method"], *(f"{a:.2f} / {c:.2f}" for a, c in r["slots"])] for r in drafting],
+                [[r["set"], r["method"], *(f"{a:.2f} / {c:.2f}" for a, c in r["positions"])] for r in drafting],
             )
         )
     timed = [row for row in rows if row["pass_seconds"]]
     if timed:
-        parts.append("Median milliseconds of a target pass by its tokens")
+        parts.append("Median milliseconds of a forward pass of the target by its tokens")
         parts.append(
             table(
                 ["set", "method", "mean prompt", "tokens: milliseconds"],
@@ -177,13 +178,13 @@ def markdown(folder: Path, rows: list[dict], compare: Path | None) -> str:
         )  # fmt: skip
     batches = summarize_rows(folder)
     if batches:
-        parts.append("Rows: several prompts in one call; speedup over plain `generate` of the same batch")
+        parts.append("Batches: several prompts in one call; speedup over the baseline on the same batch")
         parts.append(
             table(
-                ["set", "method", "rows", "batches", "tau", "tokens/s", "speedup", "same text"],
+                ["set", "method", "batch size", "batches", "acceptance length", "tokens/s", "speedup", "same text"],
                 [
                     [
-                        b["set"], b["method"], b["rows"], b["batches"], "-" if b["tau"] is None else f"{b['tau']:.2f}",
+                        b["set"], b["method"], b["rows"], b["batches"], "-" if b["acceptance_length"] is None else f"{b['acceptance_length']:.2f}",
                         f"{b['tokens_per_second']:.1f}", "-" if b["speedup"] is None else f"{b['speedup']:.2f}",
                         f"{b['same']} of {b['compared']}" if b["compared"] else "-",
                     ]
@@ -204,7 +205,7 @@ def shortened(name: str) -> str:
 
 
 def peak_memory(rows: list[dict], on_cpu: bool) -> str:
-    """A GPU's peak is reset before each text, a process's cannot be."""
+    """A GPU's peak is reset before each output, a process's cannot be."""
     if on_cpu:
         return f"Peak memory of the process, all methods together: {max(r['peak_bytes'] for r in rows) / 2**20:.0f} MiB"
     peaks = {row["method"]: 0 for row in rows}
@@ -226,21 +227,23 @@ def comparison(folder: Path, before: Path) -> str:
     if not groups:
         raise ValueError(f"{before} and {folder} have no set, method and prompt in common.")
 
-    def tau_change(pairs):
-        return tau_of([new for _, new in pairs]) - tau_of([was for was, _ in pairs])
+    def length_change(pairs):
+        return acceptance_length_of([new for _, new in pairs]) - acceptance_length_of([was for was, _ in pairs])
 
     rows = []
     for (set_name, method), pairs in groups.items():
         change, speed = None, over_prompts(pairs, lambda pair: pair[1]["id"], speedup_of)
         if any(round_totals(r)[1] for pair in pairs for r in pair):
-            change = over_prompts(pairs, lambda pair: pair[1]["id"], tau_change)
+            change = over_prompts(pairs, lambda pair: pair[1]["id"], length_change)
         moved = [
             what
-            for what, value, still in (("tau", change, 0), ("speed", speed, 1))
+            for what, value, still in (("acceptance length", change, 0), ("speed", speed, 1))
             if value and not value[1] <= still <= value[2]
         ]
         rows.append([set_name, method, len(pairs), interval(change), interval(speed), ", ".join(moved) or "nothing"])
-    return table(["set", "method", "texts", "tau, change", "seconds before / now", "beyond noise"], rows)
+    return table(
+        ["set", "method", "outputs", "acceptance length, change", "seconds before / now", "beyond noise"], rows
+    )
 
 
 def write_report(folder: Path, compare: Path | None = None) -> str:
@@ -259,5 +262,5 @@ def write_report(folder: Path, compare: Path | None = None) -> str:
     except ImportError:
         text += "\nNo plots: they need matplotlib, `pip install matplotlib`.\n"
     else:
-        plot(folder, rows, read_records(folder), summarize_rows(folder))
+        plot(folder, read_settings(folder)["settings"], rows, read_records(folder), summarize_rows(folder))
     return text

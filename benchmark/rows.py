@@ -1,4 +1,4 @@
-"""Several rows at a time: plain `generate` and our loop on the same batches, at several numbers of rows."""
+"""Batches: the baseline and our loop on the same ones, at several batch sizes."""
 
 import json
 import random
@@ -12,11 +12,11 @@ from ..common.files import appending, complete_lines
 from ..common.loading import cut_at_end, end_tokens, left_padded, pad_token
 from ..decode_statistics import Speculation
 
-METHODS = ("baseline", "ours")  # of what `--methods` names; transformers' and z-lab's loops take one row
+METHODS = ("baseline", "ours")  # of what `--methods` names; transformers' and z-lab's loops take one sequence
 
 
 def methods_of_rows(methods: list[str]) -> list[str]:
-    """Those of `methods` that take several rows.
+    """Return those of `methods` that take batches.
 
     Raises:
         ValueError: none does.
@@ -28,17 +28,19 @@ def methods_of_rows(methods: list[str]) -> list[str]:
 
 
 def check_counts(sets: list, counts: list[int]):
-    """Raises ValueError for a set that has fewer prompts than a batch has rows."""
+    """Raise ValueError for a set that has fewer prompts than the largest batch."""
     for name, prompts in sets:
         if len(prompts) < max(counts):
-            raise ValueError(f"{name} has {len(prompts)} prompts, too few for {max(counts)} rows; raise --count.")
+            raise ValueError(f"{name} has {len(prompts)} prompts, too few for a batch of {max(counts)}; raise --count.")
 
 
 def measure_rows(output: Path, bench, methods: list[str], sets: list, counts: list[int], seed: int):
-    """Add what `rows.jsonl` lacks: one line a method and batch. Plain goes first on every batch, as the yardstick, then the others in turns; a short warm-up goes before.
+    """Add what `rows.jsonl` lacks: one line a method and batch.
+
+    The baseline goes first on every batch, then the others in turns; a short warm-up goes before.
 
     Raises:
-        ValueError: a set has fewer prompts than a batch has rows, or no method takes several.
+        ValueError: a set has fewer prompts than the largest batch, or no method takes batches.
     """
     methods = methods_of_rows(methods)
     check_counts(sets, counts)
@@ -57,12 +59,14 @@ def measure_rows(output: Path, bench, methods: list[str], sets: list, counts: li
                         warm = True
                     order = [m for m in methods if m != "baseline"]
                     random.Random(batch).shuffle(order)
-                    plain = None
+                    baseline = None
                     for method in ["baseline"] * ("baseline" in methods) + order:
                         text, seconds, speculation = run(bench, method, inputs, bench.settings, seed)
-                        plain = text if method == "baseline" else plain
+                        baseline = text if method == "baseline" else baseline
                         same = (
-                            None if plain is None or bench.settings["do_sample"] else sum(map(list.__eq__, text, plain))
+                            None
+                            if baseline is None or bench.settings["do_sample"]
+                            else sum(map(list.__eq__, text, baseline))
                         )
                         record = {
                             "method": method, "set": name, "rows": rows, "batch": batch, "seconds": seconds, "same": same,
@@ -83,7 +87,7 @@ def batch_inputs(bench, prompts: list[dict]) -> dict:
 def run(
     bench, method: str, inputs: dict, settings: dict, seed: int
 ) -> tuple[list[list[int]], float, Speculation | None]:
-    """(new tokens by row, seconds, statistics) of one call."""
+    """(new tokens of each sequence, seconds, statistics) of one call."""
     arguments = {}
     if method != "baseline":
         number = method.removeprefix("ours").removeprefix("-")
@@ -95,8 +99,8 @@ def run(
     output = bench.target.generate(**inputs, **settings, **arguments)
     seconds = now(bench.target.device) - start
     ends = end_tokens(bench.target)
-    texts = [cut_at_end(ids, ends) for ids in output[:, inputs["input_ids"].shape[1] :].tolist()]
-    return texts, seconds, bench.drafter.last_speculation if arguments else None
+    sequences = [cut_at_end(ids, ends) for ids in output[:, inputs["input_ids"].shape[1] :].tolist()]
+    return sequences, seconds, bench.drafter.last_speculation if arguments else None
 
 
 def now(device: torch.device) -> float:
@@ -117,14 +121,14 @@ def with_new_name(record: dict) -> dict:
 
 
 def summarize_rows(folder: Path) -> list[dict]:
-    """One entry a set, method and number of rows."""
+    """Return one entry a set, method and batch size."""
     groups = defaultdict(list)
     for record in read_rows(folder):
         groups[record["set"], record["method"], record["rows"]].append(record)
     entries = []
     for (name, method, rows), records in groups.items():
-        plain = {r["batch"]: r for r in groups.get((name, "baseline", rows), [])}
-        pairs = [(plain[r["batch"]], r) for r in records if r["batch"] in plain]
+        baseline = {r["batch"]: r for r in groups.get((name, "baseline", rows), [])}
+        pairs = [(baseline[r["batch"]], r) for r in records if r["batch"] in baseline]
         lengths = [length for r in records for row in r["rounds"] for length in row]
         seconds = sum(r["seconds"] for r in records)
         compared = [r for r in records if r["same"] is not None]
@@ -133,7 +137,7 @@ def summarize_rows(folder: Path) -> list[dict]:
                 "set": name, "method": method, "rows": rows, "batches": len(records),
                 "tokens_per_second": sum(r["tokens"] for r in records) / seconds,
                 "speedup": sum(p["seconds"] for p, _ in pairs) / sum(r["seconds"] for _, r in pairs) if pairs else None,
-                "tau": sum(lengths) / len(lengths) if lengths else None,
+                "acceptance_length": sum(lengths) / len(lengths) if lengths else None,
                 "same": sum(r["same"] for r in compared), "compared": rows * len(compared),
             }
         )  # fmt: skip

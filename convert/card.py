@@ -313,17 +313,22 @@ def _summary(settings: dict, provenance: dict, rows: list[dict]) -> list[str]:
     thinking = {None: "as the template", True: "on", False: "off"}[settings.get("thinking")]
     cells = [
         (
-            row["set"], row["method"], row["texts"], interval(row["tau"]), f"{row['tokens_per_second']:.1f}",
+            row["set"], row["method"], row["outputs"], interval(row["acceptance_length"]), f"{row['tokens_per_second']:.1f}",
             interval(row["speedup"]), f"{row['same']} of {row['compared']}" if row["compared"] else "-",
         )
-        for row in rows
+        for row in map(with_new_names, rows)
     ]  # fmt: skip
     return [
         f"Target `{settings['target']}`, drafter `{settings['drafter']}`, {settings['dtype'].removeprefix('torch.')}, "
         f"batch 1, thinking {thinking}, `{json.dumps(settings['generation'])}`",
-        table(("set", "method", "texts", "tau", "tokens/s", "speedup", "same text"), cells),
+        table(("set", "method", "outputs", "acceptance length", "tokens/s", "speedup", "same text"), cells),
         f"`{provenance['command']}`\n\n{_provenance(provenance)}",
     ]
+
+
+def with_new_names(row: dict) -> dict:
+    """Return a row of a summary with the names of today in the place of those of 0.1.0."""
+    return {{"texts": "outputs", "tau": "acceptance_length"}.get(name, name): value for name, value in row.items()}
 
 
 def _limits(config: DFlashConfig, repository: str | None) -> str:

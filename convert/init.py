@@ -163,7 +163,13 @@ def target_skeleton(config, source: TargetSource | None = None):
 
 
 def derive_config(
-    skeleton, mask_id: int, layers: int, block_size: int, taps: list[int] | None, window: int | None, reasons: list[str]
+    skeleton,
+    mask_id: int,
+    layers: int,
+    block_size: int,
+    layer_ids: list[int] | None,
+    window: int | None,
+    reasons: list[str],
 ) -> DFlashConfig:
     """The drafter's config for a target without weights; adds a sentence a choice to `reasons`."""
     text = skeleton.config.get_text_config(decoder=True)
@@ -175,13 +181,13 @@ def derive_config(
         )
     if block_size > MOST_BLOCK:
         raise ValueError(f"a block of {block_size} positions; pass --block-size 2 to {MOST_BLOCK} (paper: 16).")
-    if taps is None:
-        taps = spread_target_layer_ids(depth, 5)
+    if layer_ids is None:
+        layer_ids = spread_target_layer_ids(depth, 5)
         reasons.append(
-            f"target layers {taps} of {depth}: five, from the second to the third-last, evenly (the paper's rule)"
+            f"target layers {layer_ids} of {depth}: five, from the second to the third-last, evenly (the paper's rule)"
         )
     else:
-        reasons.append(f"target layers {taps} of {depth}: as given")
+        reasons.append(f"target layers {layer_ids} of {depth}: as given")
     shape = head_shape(text, reasons)
     rope = drafter_rope(text, reasons)
     scale, multiplier, cap = output_quirks(text)
@@ -204,7 +210,7 @@ def derive_config(
         sliding_window=window,
         block_size=block_size,
         mask_token_id=mask_id,
-        target_layer_ids=taps,
+        target_layer_ids=layer_ids,
         num_target_layers=depth,
         input_embedding_scale=scale,
         output_multiplier=multiplier,

@@ -61,10 +61,10 @@ def read(config: dict, facts) -> dict:
             f"`target_hidden_size` is {hidden}, the drafter's hidden size {decoder.get('hidden_size')}: a drafter that borrows no "
             "embedding of its own width is not supported."
         )
-    taps = config.get("aux_hidden_state_layer_ids")
-    if not isinstance(taps, list) or not all(isinstance(tap, int) and tap >= 1 for tap in taps):
+    layer_ids = config.get("aux_hidden_state_layer_ids")
+    if not isinstance(layer_ids, list) or not all(isinstance(index, int) and index >= 1 for index in layer_ids):
         raise ValueError(
-            f"`aux_hidden_state_layer_ids` must be a list of 1 (the first layer's output) and up, got {taps!r}. 0, the "
+            f"`aux_hidden_state_layer_ids` must be a list of 1 (the first layer's output) and up, got {layer_ids!r}. 0, the "
             "embeddings, is not supported."
         )
     non_causal = config.get("sliding_window_non_causal")
@@ -89,7 +89,7 @@ def read(config: dict, facts) -> dict:
             "block_causal": [kind == SLIDING and not non_causal for kind in layer_types],
             "dflash_config": {
                 "mask_token_id": config.get("mask_token_id"),
-                "target_layer_ids": [tap - 1 for tap in taps],
+                "target_layer_ids": [index - 1 for index in layer_ids],
             },
         }
     )
@@ -139,7 +139,7 @@ def write(config: DFlashConfig, facts) -> dict:
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "block_size": config.block_size,
         "target_hidden_size": None,
-        "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
+        "aux_hidden_state_layer_ids": [index + 1 for index in config.target_layer_ids],
         "mask_token_id": config.mask_token_id,
         "sliding_window_non_causal": not any(config.block_causal),
         "sample_from_anchor": False,

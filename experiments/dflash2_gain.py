@@ -18,7 +18,7 @@ from typing import Annotated
 import torch
 import typer
 
-from ..benchmark.report import tau_of
+from ..benchmark.report import acceptance_length_of
 from ..common.console import run_plainly, typed_command
 from ..common.identity import identify
 from ..common.loading import load_target
@@ -81,7 +81,7 @@ def acceptance(drafter, target, sets: dict[str, list[dict]], walked: bool = True
     for name, rows in sets.items():
         speculation, _, _ = replay(target, drafter, rows, walked=walked)
         records = [{"id": row["id"], "rounds": rounds} for row, rounds in zip(rows, speculation.acceptance_lengths)]
-        found[name] = interval(over_prompts(records, lambda record: record["id"], tau_of))
+        found[name] = interval(over_prompts(records, lambda record: record["id"], acceptance_length_of))
     return found
 
 

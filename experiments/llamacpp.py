@@ -25,7 +25,7 @@ import typer
 from ..benchmark.baselines.served import Served, round_totals
 from ..benchmark.bench import Bench, measure
 from ..benchmark.methods import Generate, Ours, TimedProposer
-from ..benchmark.report import TIE, tau_of
+from ..benchmark.report import TIE, acceptance_length_of
 from ..common.chat import first_turn
 from ..common.console import run_plainly
 from ..common.loading import load_tokenizer
@@ -80,7 +80,7 @@ class ListedOnly(TimedProposer):
 class AsEngines(Ours):
     """Our loop, with candidates as other readers of a drafter have them."""
 
-    def _proposer(self, target, inputs, seed, plain_ids, clock):
+    def _proposer(self, target, inputs, seed, baseline_ids, clock):
         return ListedOnly(self.drafter, target, clock)
 
 
@@ -149,7 +149,7 @@ def judge(pair: str, records: list[dict]) -> tuple[list[list], list[str]]:
             continue
         ours, plain, drafted = (by[*place, name] for name in ("ours", "plain", "drafted"))
         prompt, gap = " ".join(map(str, place)), drafted.get("tie_gap")
-        here, there = tau_of([ours]), tau_of([drafted])
+        here, there = acceptance_length_of([ours]), acceptance_length_of([drafted])
         if drafted["same_text"]:
             same.append((ours, drafted))
             if not abs(there / here - 1) <= NEAR:
@@ -160,7 +160,7 @@ def judge(pair: str, records: list[dict]) -> tuple[list[list], list[str]]:
         rows.append([pair, prompt, named(gap), f"{here:.2f}", f"{there:.2f}"])
     if not same:
         return rows, [*faults, f"{pair}: no text is the same"]
-    here, there = (tau_of([*records]) for records in zip(*same))
+    here, there = (acceptance_length_of([*records]) for records in zip(*same))
     return [*rows, [pair, f"all {len(same)} with the same text", "", f"{here:.2f}", f"{there:.2f}"]], faults
 
 

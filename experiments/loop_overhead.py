@@ -27,15 +27,15 @@ from ..target_model import CACHE, hidden_states_request, target_hidden_states
 @torch.no_grad()
 def passes_alone(bench: Bench, prompt: torch.Tensor, new_ids: list[int], drafted: list[int], added: list[int]) -> float:
     """Seconds of the passes of one text: the prompt's, then each round's draft and verification."""
-    target, taps = bench.target, bench.drafter.config.target_layer_ids
+    target, layer_ids = bench.target, bench.drafter.config.target_layer_ids
     proposer = DFlashProposer(bench.drafter, target)
     text = torch.cat([prompt[0], torch.tensor(new_ids + [0] * max(drafted, default=0), device=prompt.device)])[None]
     cache = transformers.DynamicCache(config=target.config.get_text_config(decoder=True))
-    request = {"output_hidden_states": hidden_states_request(taps), "use_cache": True, CACHE: cache}
+    request = {"output_hidden_states": hidden_states_request(layer_ids), "use_cache": True, CACHE: cache}
     if prompt.device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
-    context = target_hidden_states(target(prompt, logits_to_keep=1, **request).hidden_states, target, taps)
+    context = target_hidden_states(target(prompt, logits_to_keep=1, **request).hidden_states, target, layer_ids)
     cache.activate_past_recording()
     length = prompt.shape[1] + 1
     for num_draft, num_added in zip(drafted, added):
@@ -43,7 +43,7 @@ def passes_alone(bench: Bench, prompt: torch.Tensor, new_ids: list[int], drafted
             proposer.draft_logits(text[:, length - 1 : length], context, num_draft)  # (1, n, V)
         states = target(text[:, length - 1 : length + num_draft], **request).hidden_states
         cache.crop(num_added - (num_draft + 1))
-        context = [layer[:, :num_added] for layer in target_hidden_states(states, target, taps)]
+        context = [layer[:, :num_added] for layer in target_hidden_states(states, target, layer_ids)]
         length += num_added
     if prompt.device.type == "cuda":
         torch.cuda.synchronize()

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from ..benchmark.report import tau_of
+from ..benchmark.report import acceptance_length_of
 from ..common.console import run_plainly, typed_command
 from ..common.files import read_json
 from ..common.identity import identify
@@ -54,7 +54,7 @@ def main(
         ]
         speculation, _, first = replay(loaded, model, rows)
         records = [{"id": row["id"], "rounds": r} for row, r in zip(rows, speculation.acceptance_lengths)]
-        tau = over_prompts(records, lambda record: record["id"], tau_of)
+        tau = over_prompts(records, lambda record: record["id"], acceptance_length_of)
         taus.append(tau[0])
         shares.append(speculation.slot_acceptance)
         slots = " ".join(f"{share:.2f}" for share in shares[-1])

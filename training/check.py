@@ -1,6 +1,6 @@
 """`dflash-hub check`: is this drafter right for this target, and if it accepts little, why?
 
-Faults of a drafter are silent: a tap that is off by one, another mask token or chat template load without a word
+Faults of a drafter are silent: a target layer that is off by one, another mask token or chat template load without a word
 and cost only speed. Each check here can find one of them (another RoPE base is remarked on, it may be meant); all run in seconds on a
 CPU.
 """
@@ -68,7 +68,7 @@ def check(
     if names := nonfinite(dict(drafter.named_parameters())):
         return [*findings, Finding("weights", False, nonfinite_sentence(names, "the drafter"))]
     prompt_ids = [encode(tokenizer, row, [], thinking) for row in prompts]
-    findings += [taps_are_layer_outputs(drafter, target, prompt_ids[0])]
+    findings += [states_are_layer_outputs(drafter, target, prompt_ids[0])]
     rows = answered(target, prompt_ids, max_new_tokens)
     findings += layouts_agree(drafter, target, rows[0])
     findings += settings_fit(drafter, target, tokenizer, thinking, record)
@@ -95,12 +95,14 @@ def decoder_layers(target) -> nn.ModuleList | None:
     return stacks[0] if len(stacks) == 1 else None
 
 
-def taps_are_layer_outputs(drafter, target, ids: list[int]) -> Finding:
-    """The features that generation takes are what the target layers put out, seen by hooks."""
-    layers, taps, seen = decoder_layers(target), drafter.config.target_layer_ids, {}
+def states_are_layer_outputs(drafter, target, ids: list[int]) -> Finding:
+    """The hidden states that generation takes are what the target layers put out, seen by hooks."""
+    layers, wanted, seen = decoder_layers(target), drafter.config.target_layer_ids, {}
     if layers is None:
         return Finding(
-            "taps", None, f"the decoder layers of {type(target).__name__} were not found, so nothing was compared"
+            "target layers",
+            None,
+            f"the decoder layers of {type(target).__name__} were not found, so nothing was compared",
         )
 
     def hook(index):
@@ -108,18 +110,18 @@ def taps_are_layer_outputs(drafter, target, ids: list[int]) -> Finding:
             lambda module, inputs, output: seen.update({index: output[0] if isinstance(output, tuple) else output})
         )
 
-    hooks = [hook(index) for index in taps]
+    hooks = [hook(index) for index in wanted]
     try:
         input_ids = torch.tensor([ids], device=target.device)
-        outputs = target(input_ids, output_hidden_states=hidden_states_request(taps), use_cache=False)
+        outputs = target(input_ids, output_hidden_states=hidden_states_request(wanted), use_cache=False)
     finally:
         for handle in hooks:
             handle.remove()
-    states = target_hidden_states(outputs.hidden_states, target, taps)
-    wrong = [tap for tap, state in zip(taps, states) if not state.equal(seen[tap].view_as(state))]
+    states = target_hidden_states(outputs.hidden_states, target, wanted)
+    wrong = [index for index, state in zip(wanted, states) if not state.equal(seen[index].view_as(state))]
     if wrong:
-        return Finding("taps", False, f"features of the layers {wrong} are not what these layers put out")
-    return Finding("taps", True, f"features of {taps} are the outputs of these layers")
+        return Finding("target layers", False, f"hidden states of the layers {wrong} are not what these layers put out")
+    return Finding("target layers", True, f"hidden states of {wanted} are the outputs of these layers")
 
 
 def layouts_agree(drafter, target, row: dict) -> list[Finding]:
@@ -137,8 +139,8 @@ def layouts_agree(drafter, target, row: dict) -> list[Finding]:
 
     trained = blocks(context)
     proposer = DFlashProposer(drafter, target)
-    taps = list(context[:, :anchor].split(config.hidden_size, dim=-1))
-    generated = proposer.draft_logits(rows.input_ids[:, anchor : anchor + 1], taps, config.block_size - 1)[0]
+    states = list(context[:, :anchor].split(config.hidden_size, dim=-1))
+    generated = proposer.draft_logits(rows.input_ids[:, anchor : anchor + 1], states, config.block_size - 1)[0]
     logits = proposer.head(trained[-1:, 1:].to(target.dtype)).over_vocabulary(generated.shape[-1])[0]
     if not generated.amax(-1).isfinite().all():
         dtype = str(drafter.dtype).removeprefix("torch.")
@@ -164,10 +166,10 @@ def layouts_agree(drafter, target, row: dict) -> list[Finding]:
 
     ahead, before = anchor < length and changed(anchor), changed(anchor - 1)
     detail = {
-        (False, True): "a block depends on the features before its anchor, and on none from it on",
-        (True, True): "a block depends on features at or after its anchor, which do not exist when it is drafted",
-        (True, False): "a block depends on features after its anchor and not on those before it",
-        (False, False): "a block does not depend on the features just before its anchor",
+        (False, True): "a block depends on the hidden states before its anchor, and on none from it on",
+        (True, True): "a block depends on hidden states at or after its anchor, which do not exist when it is drafted",
+        (True, False): "a block depends on hidden states after its anchor and not on those before it",
+        (False, False): "a block does not depend on the hidden states just before its anchor",
     }[ahead, before]
     return [same, Finding("leak", (ahead, before) == (False, True), detail)]
 
@@ -221,15 +223,15 @@ def acceptance(drafter, target, rows, prompt_ids, max_new_tokens, findings, reco
     if not any(speculation.acceptance_lengths):
         return [Finding("acceptance", None, "every answer ended at once; pass other --prompts")]
     recorded = ((record or {}).get("result", {}).get("evaluation") or {}).get("acceptance_length")
-    slots = " ".join(f"{share:.2f}" for share in speculation.slot_acceptance)
-    detail = f"tau {speculation.tau:.2f} over {len(prompt_ids)} prompts; slots {slots}"
+    shares = " ".join(f"{share:.2f}" for share in speculation.slot_acceptance)
+    detail = f"acceptance length {speculation.tau:.2f} over {len(prompt_ids)} prompts; by position {shares}"
     if recorded:
         detail += f"; {recorded:.2f} when it was trained"
     low = speculation.tau < FLOOR or (recorded is not None and speculation.tau < FALLEN * recorded)
     result = [Finding("acceptance", not low, detail)]
     if drafter.candidate_selector is not None:
         chosen, likeliest = (replay(target, drafter, rows, walked=walked)[0].tau for walked in (True, False))
-        detail = f"replayed tau {chosen:.2f}; {likeliest:.2f} without it, by the likeliest token of each position"
+        detail = f"replayed acceptance length {chosen:.2f}; {likeliest:.2f} without it, by the likeliest token of each position"
         result.append(Finding("selector", None, detail))
     if low:
         result.append(Finding("likely cause", False, likely_cause(drafter, target, rows, findings)))
@@ -241,28 +243,28 @@ def likely_cause(drafter, target, rows: list[dict], findings: list[Finding]) -> 
     failed = [finding for finding in findings if finding.ok is False]
     if failed:
         return "; ".join(f"{finding.name} ({finding.detail})" for finding in failed)
-    taps, last = drafter.config.target_layer_ids, drafter.config.num_target_layers - 1
-    rate = {"as configured": first_right(drafter, target, rows, taps)}
+    layers, last = drafter.config.target_layer_ids, drafter.config.num_target_layers - 1
+    rate = {"as configured": first_right(drafter, target, rows, layers)}
     for shift in (-1, 1):
-        moved = [tap + shift for tap in taps]
-        if all(0 <= tap < last for tap in moved):
-            rate[f"taps {moved}"] = first_right(drafter, target, rows, moved)
-    rate["reversed order of taps"] = first_right(drafter, target, rows, taps[::-1])
+        moved = [index + shift for index in layers]
+        if all(0 <= index < last for index in moved):
+            rate[f"target layers {moved}"] = first_right(drafter, target, rows, moved)
+    rate["reversed order of target layers"] = first_right(drafter, target, rows, layers[::-1])
     best = max(rate, key=rate.get)
     if rate[best] > rate["as configured"] + 0.1:
         return (
-            f"wrong taps: with {best} the first slot is right at {rate[best]:.0%} of the places, as configured at "
+            f"wrong target layers: with {best} the first draft token is right at {rate[best]:.0%} of the places, as configured at "
             f"{rate['as configured']:.0%}"
         )
     return (
-        "nothing that can be tried here explains it. The drafter may be untrained or trained on other texts than these "
+        "nothing that can be tried here explains it. The drafter may be untrained or trained on other examples than these "
         "prompts, on answers that the target did not write, or for another revision of the target; `dflash-hub align` "
         "adapts a drafter to a changed target"
     )
 
 
 def first_right(drafter, target, rows: list[dict], layer_ids: list[int]) -> float:
-    """Share of places in the answers where the first drafted token is right, with features of `layer_ids`."""
+    """Share of places in the answers where the first draft token is right, with hidden states of `layer_ids`."""
     counts = []
     for row in rows:
         if len(row["response_ids"]) > 1:

@@ -38,7 +38,7 @@ def training_record(run, command: str, result: dict) -> dict:
     stated = {name: value for name, value in dataclasses.asdict(options).items() if name not in UNRECORDED}
     resolved = {
         "gamma": run.gamma, "attention": run.attention, "layers": config.num_hidden_layers, "block_size": config.block_size,
-        "taps": config.target_layer_ids,
+        "target_layer_ids": config.target_layer_ids,
     }  # fmt: skip
     return {
         "command": command,

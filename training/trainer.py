@@ -208,15 +208,15 @@ class DFlashTrainer(Trainer):
             # Not under autocast: features are those of generation, and those of a cache.
             with torch.autocast(anchors.device.type, enabled=False):
                 features = document_features(self.target, inputs, self.layer_ids)  # (tokens, T * H)
-        taps = len(config.target_layer_ids) * config.hidden_size
-        context = placed(features[:, :taps], inputs)  # (B, S, T * H)
+        width = len(config.target_layer_ids) * config.hidden_size
+        context = placed(features[:, :width], inputs)  # (B, S, T * H)
 
         hidden = denoise(model, config, self.target, rows, context, anchors, valid, self.create_mask)
         hidden = hidden[:, :, 1:]  # (B, N, K - 1, H)
 
         teacher = None
         if self.block_loss.needs_teacher:
-            states = placed(features[:, taps:], inputs)  # (B, S, H): row j makes the target's logits of token j + 1
+            states = placed(features[:, width:], inputs)  # (B, S, H): row j makes the target's logits of token j + 1
             index = (anchors[:, :, None] + torch.arange(config.block_size - 1, device=anchors.device)).flatten(1)
             index = index.clamp(max=states.shape[1] - 1)[..., None].expand(-1, -1, states.shape[2])
             teacher = states.gather(1, index).unflatten(1, labels.shape[1:])[valid]  # (M, K - 1, H)

@@ -392,9 +392,12 @@ OURS = [
 def test_figures_follow_from_records(tmp_path):
     rows = {row["method"]: row for row in report.summarize(folder_of(tmp_path / "r", PLAIN + OURS))}
     ours = rows["ours"]
-    assert ours["tau"][0] == pytest.approx(16 / 5) and ours["tau"][1] <= 16 / 5 <= ours["tau"][2]
+    assert (
+        ours["acceptance_length"][0] == pytest.approx(16 / 5)
+        and ours["acceptance_length"][1] <= 16 / 5 <= ours["acceptance_length"][2]
+    )
     assert ours["speedup"] == (2.0, 2.0, 2.0) and ours["tokens_per_second"] == pytest.approx(18 / 4)
-    assert ours["slots"] == [(0.8, 0.8), (0.8, 1.0), (0.6, 0.75)]
+    assert ours["positions"] == [(0.8, 0.8), (0.8, 1.0), (0.6, 0.75)]
     assert (ours["compared"], ours["same"], ours["excused"]) == (2, 1, 0)
     assert (ours["share_target"], ours["share_draft"]) == (0.5, 0.25)
 
@@ -405,9 +408,9 @@ def test_turns_of_one_prompt_are_drawn_together(tmp_path):
              for row_id, length in (("a", 2), ("b", 3), ("c", 4), ("d", 5)) for turn in (0, 1)]  # fmt: skip
     (row,) = report.summarize(folder_of(tmp_path / "r", turns))
     firsts = [r for r in turns if r["turn"] == 0]
-    assert row["tau"] == tables.bootstrap(firsts, report.tau_of)
-    apart = tables.bootstrap(turns, report.tau_of)
-    assert row["tau"][2] - row["tau"][1] > 1.2 * (apart[2] - apart[1])
+    assert row["acceptance_length"] == tables.bootstrap(firsts, report.acceptance_length_of)
+    apart = tables.bootstrap(turns, report.acceptance_length_of)
+    assert row["acceptance_length"][2] - row["acceptance_length"][1] > 1.2 * (apart[2] - apart[1])
 
 
 @pytest.mark.parametrize("stated", [None, True])
@@ -452,8 +455,36 @@ def test_the_report_has_provenance_and_definitions(tmp_path):
     ):
         assert needed in text
     assert text.startswith((folder / "report.md").read_text()[:100])
-    assert {p.name for p in folder.glob("*.png")} == {"speedup.png", "slots.png", "time.png", "context.png"}
+    assert {p.name for p in folder.glob("*.png")} == {"speedup.png", "positions.png", "time.png", "context.png"}
     assert json.loads((folder / "summary.json").read_text())["provenance"]["commit"] == "abc"
+
+
+def test_plots_have_whole_ticks_a_title_and_a_legend_that_covers_nothing(tmp_path):
+    plots = pytest.importorskip("dflash_hub.benchmark.plots", reason="plots need matplotlib: pip install matplotlib")
+    records = PLAIN + OURS
+    batches = [
+        {"set": "s", "method": "ours", "rows": size, "speedup": 1.1, "batches": 1, "tokens_per_second": 9.0}
+        for size in (2, 3, 8)
+    ]
+    rows = report.summarize(folder_of(tmp_path / "r", records))
+    seen = dict(plots.figures(rows, records, batches))
+    assert seen.keys() == {"speedup", "positions", "time", "context", "rows"}
+    title = f"target {plots.short('org/target')}, drafter {plots.short(str(tmp_path / 'drafter'))}"
+    assert title == "target org/target, drafter drafter"
+    for name, figure in seen.items():
+        plots.finish(figure, title)
+        figure.draw_without_rendering()
+        assert figure.get_suptitle() == title
+        (legend,) = figure.legends
+        for axes in figure.axes:
+            assert axes.get_legend() is None
+            assert legend.get_window_extent().y1 <= axes.get_tightbbox().y0 + 1, f"{name}: the legend covers something"
+    for name in ("positions", "context"):
+        low, high = seen[name].axes[0].get_xlim()
+        ticks = [at for at in seen[name].axes[0].get_xticks() if low <= at <= high]
+        assert ticks and all(at == int(at) for at in ticks), (name, ticks)
+    sizes = [label.get_text() for label in seen["rows"].axes[0].get_xticklabels(which="both")]
+    assert [size for size in sizes if size] == ["2", "3", "8"]
 
 
 def test_comparison_names_what_moved_beyond_noise(tmp_path):
@@ -463,7 +494,7 @@ def test_comparison_names_what_moved_beyond_noise(tmp_path):
     better = folder_of(tmp_path / "c", [record("ours", i, [4] * 5, 1.0) for i in many])
     assert "| nothing |" in report.comparison(same, before)
     moved = report.comparison(better, before)
-    assert "tau, speed" in moved and "2.00 [2.00, 2.00]" in moved
+    assert "acceptance length, speed" in moved and "2.00 [2.00, 2.00]" in moved
     with pytest.raises(ValueError, match="no set, method and prompt in common"):
         report.comparison(folder_of(tmp_path / "d", PLAIN), before)
 
@@ -474,7 +505,7 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
     chooser, covered = random.Random(1), 0
     for _ in range(120):
         sample = [record("ours", "a", [chooser.randint(1, 7) for _ in range(10)], 1.0) for _ in range(25)]
-        _, low, high = tables.bootstrap(sample, report.tau_of, draws=200)
+        _, low, high = tables.bootstrap(sample, report.acceptance_length_of, draws=200)
         covered += low <= 4.0 <= high
     assert 0.85 < covered / 120 <= 1.0
 
@@ -731,7 +762,7 @@ def test_batches_are_measured_beside_plain_ones(models):
     assert read_rows(output) == records
     for entry in summarize_rows(output):
         assert entry["same"] == entry["compared"] == entry["rows"] * entry["batches"]
-        assert (entry["tau"] is None) == (entry["method"] == "baseline")
+        assert (entry["acceptance_length"] is None) == (entry["method"] == "baseline")
     assert "| 4 | 1 |" in write_report(output) and (output / "rows.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="--methods names neither: lookup"):
         measure_rows(*arguments[:2], ["lookup"], *arguments[3:])

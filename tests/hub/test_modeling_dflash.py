@@ -235,7 +235,7 @@ def test_half_precision_keeps_exact_frequencies():
     ("change", "sentence"),
     (
         (lambda n, f: (n[..., :-1], f), r"`noise_embeds` must be \(batch, block, 32\), got \(2, 5, 31\)"),
-        (lambda n, f: (n, f[..., :64]), r"3 taps \* 32\), got \(2, 9, 64\)"),
+        (lambda n, f: (n, f[..., :64]), r"3 target layers \* 32\), got \(2, 9, 64\)"),
         (lambda n, f: (n[:1], f), "batch size 1, `context_hidden_states` 2"),
         (lambda n, f: (n[:, :4], f), "`block_size` 5 tokens, but `noise_embeds` has 4"),
         (lambda n, f: (torch.cat([n, n], 1), f), "`noise_embeds` has 10"),

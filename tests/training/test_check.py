@@ -81,15 +81,15 @@ def test_a_good_pair_passes_every_check(target, tokenizer, prompts, trained):
     drafter = drafter_of(trained)
     findings = by_name(check(drafter, target, tokenizer, prompts, None, record_of(target, tokenizer, 3.0), 24))
     assert [name for name, finding in findings.items() if finding.ok is False] == []
-    assert {"pair", "taps", "layouts", "leak", "target's weights", "acceptance"} <= set(findings)
-    assert "tau" in findings["acceptance"].detail and "likely cause" not in findings
+    assert {"pair", "target layers", "layouts", "leak", "target's weights", "acceptance"} <= set(findings)
+    assert "acceptance length" in findings["acceptance"].detail and "likely cause" not in findings
 
 
-def test_taps_that_are_off_by_one_are_named(target, tokenizer, prompts, trained):
+def test_target_layers_that_are_off_by_one_are_named(target, tokenizer, prompts, trained):
     drafter = drafter_of(trained, target_layer_ids=[1, 2, 3])
     findings = by_name(check(drafter, target, tokenizer, prompts, None, record_of(target, tokenizer, 4.0), 24))
     assert findings["acceptance"].ok is False
-    assert "wrong taps: with taps [0, 1, 2]" in findings["likely cause"].detail
+    assert "wrong target layers: with target layers [0, 1, 2]" in findings["likely cause"].detail
 
 
 def test_another_target_template_or_acceptance_is_named(target, tokenizer, prompts, trained):
@@ -133,10 +133,10 @@ def test_a_drafter_whose_logits_are_not_finite_in_this_dtype_is_found(target, to
     assert found["acceptance"].ok is False and "not finite" in found["likely cause"].detail
 
 
-@pytest.mark.parametrize("fault", ["taps", "layouts", "leak ahead", "leak blind"])
+@pytest.mark.parametrize("fault", ["target layers", "layouts", "leak ahead", "leak blind"])
 def test_a_broken_implementation_is_found(target, tokenizer, prompts, trained, monkeypatch, fault):
     drafter = drafter_of(trained)
-    if fault == "taps":
+    if fault == "target layers":
         taken = checks.target_hidden_states
         monkeypatch.setattr(checks, "target_hidden_states", lambda *args: taken(*args)[::-1])
     elif fault == "layouts":
@@ -205,7 +205,7 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
     assert drafter.config.acceptance_prior == prior and prior
     assert record["result"]["weights_sha256"] == checksum(tmp_path / "run" / "drafter" / "model.safetensors")
     assert f"acceptance_length: {record['result']['evaluation']['acceptance_length']}" in done.stdout
-    assert record["recipe"]["layers"] == 2 and record["recipe"]["taps"] == drafter.config.target_layer_ids
+    assert record["recipe"]["layers"] == 2 and record["recipe"]["target_layer_ids"] == drafter.config.target_layer_ids
     assert "acceptance_length: " in done.stdout
     card = (tmp_path / "run" / "drafter" / "README.md").read_text()
     assert "`num_anchors`" in card and "responses.jsonl" in card
