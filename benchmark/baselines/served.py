@@ -29,12 +29,12 @@ class Served:
                 )
         self.name, self.server, self.tokenizer = name, server, bench.tokenizer
 
-    def run(self, inputs: dict, settings: dict, seed: int, plain_ids: list[int] | None) -> Run:
+    def run(self, inputs: dict, settings: dict, seed: int, baseline_ids: list[int] | None) -> Run:
         before = {} if self.server.is_llamacpp else self.server.metrics()
         done = self.server.continue_ids(inputs["input_ids"][0].tolist(), settings["max_new_tokens"])
         totals = round_totals(done, before, {} if self.server.is_llamacpp else self.server.metrics())
         return Run(
-            new_ids=self._tokens(done, plain_ids),
+            new_ids=self._tokens(done, baseline_ids),
             seconds=done.seconds,
             first_token=done.first_token,
             prompt_tokens_added=1,
@@ -44,12 +44,12 @@ class Served:
             drafter_passes=totals[1] if totals else 0,
         )
 
-    def _tokens(self, done: Continuation, plain_ids: list[int] | None) -> list[int]:
+    def _tokens(self, done: Continuation, baseline_ids: list[int] | None) -> list[int]:
         """The new tokens. Of a text alone they are those of the baseline where it wrote the same text, else the text's own."""
         if done.ids is not None:
             return done.ids
-        if plain_ids is not None and self.tokenizer.decode(plain_ids, skip_special_tokens=True) == done.text:
-            return plain_ids
+        if baseline_ids is not None and self.tokenizer.decode(baseline_ids, skip_special_tokens=True) == done.text:
+            return baseline_ids
         return self.tokenizer(done.text, add_special_tokens=False)["input_ids"]
 
 
