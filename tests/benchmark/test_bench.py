@@ -766,7 +766,7 @@ def test_batches_are_measured_beside_plain_ones(models):
     assert "| 4 | 1 |" in write_report(output) and (output / "rows.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="--methods names neither: lookup"):
         measure_rows(*arguments[:2], ["lookup"], *arguments[3:])
-    with pytest.raises(ValueError, match="words has 4 prompts, too few for 8 rows"):
+    with pytest.raises(ValueError, match="words has 4 prompts, too few for a batch of 8"):
         measure_rows(*arguments[:4], [8], 0)
 
 
