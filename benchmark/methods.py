@@ -186,13 +186,13 @@ class Eagle3(Generate):
         self.listed = None if bench.eagle3.token_ids is None else {*bench.eagle3.token_ids.tolist()}
         self._proposer(Clock(bench.target.device)).check(bench.target)
 
-    def run(self, inputs: dict, settings: dict, seed: int, plain_ids: list[int] | None) -> Run:
-        run = super().run(inputs, settings, seed, plain_ids)
+    def run(self, inputs: dict, settings: dict, seed: int, baseline_ids: list[int] | None) -> Run:
+        run = super().run(inputs, settings, seed, baseline_ids)
         return (
             run if self.listed is None else replace(run, outside=sum(token not in self.listed for token in run.new_ids))
         )
 
-    def _generate(self, inputs: dict, settings: dict, seed: int, plain_ids: list[int] | None, clock: Clock):
+    def _generate(self, inputs: dict, settings: dict, seed: int, baseline_ids: list[int] | None, clock: Clock):
         proposer = self._proposer(clock)
         output, speculation = speculative_generate(
             self.target, proposer, **inputs, **settings, **self.arguments, streamer=clock
