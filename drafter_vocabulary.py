@@ -100,7 +100,11 @@ def whole_head_reason(drafter, target) -> str | None:
     weight = getattr(head, "weight", None)
     if type(head) is not nn.Linear:
         kind = f"a {type(head).__name__}"
-    elif type(weight) is not nn.Parameter or weight.layout is not torch.strided or not weight.is_floating_point():
+    elif (
+        hasattr(type(weight), "__tensor_flatten__")
+        or weight.layout is not torch.strided
+        or not weight.is_floating_point()
+    ):
         kind = f"a linear layer with a {type(weight).__name__} of {weight.dtype}"
     elif weight.is_meta or drafter.d2t.is_meta:
         kind = "offloaded"
