@@ -166,13 +166,11 @@ def test_the_tree_is_eagle_2s(num_nodes):
 def test_provisional_pairs_leave_the_cache(seed):
     """A draft, chain or tree, changes nothing for the next one."""
     target, head, ids = tiny_target("llama"), tiny_head(), prompt_of(6)
-    proposer = prepared(head, target, ids)
     for plan in (Plan(5), Plan(4, 16)):
-        first = proposer.propose(ids[:, -1:], plan, sampler_of(ids, VOCAB, seed)) if proposer.unread else None
-        assert first is not None and proposer.cache.get_seq_length() == ids.shape[1] - 1 == proposer.positions.shape[1]
         proposer = prepared(head, target, ids)
+        proposer.propose(ids[:, -1:], plan, sampler_of(ids, VOCAB, seed))
+        assert proposer.cache.get_seq_length() == ids.shape[1] - 1 == proposer.positions.shape[1]
     longer = torch.cat([ids, prompt_of(3, 4)], dim=1)
-    proposer.propose(ids[:, -1:], Plan(4, 16), sampler_of(ids, VOCAB, seed))
     states = [layer[None, 5:8] for layer in features_of(target, longer[:, :-1], head.options.target_layer_ids)]
     proposer.read(AcceptedTokens(longer[:, 5:8], states))
     again = proposer.propose(longer[:, -1:], Plan(4, 16), sampler_of(longer, VOCAB, seed))
