@@ -2,7 +2,7 @@
 
     python -m dflash_hub.experiments.llamacpp --output build/engines
 
-Three drafters for SmolLM2-135M-Instruct in float32: the shipped one; it with a list of tokens; it with DFlash 2's parts, which say
+Three drafters for SmolLM2-135M-Instruct in float32: the shipped one with its list of tokens; without it; with DFlash 2's parts, which say
 something. Of each:
 - `export --to gguf` states and holds what llama.cpp's own converter makes of the same drafter;
 - the server writes the greedy text of transformers; another is excused where plain's two best scores are tied;
@@ -39,12 +39,10 @@ from ..convert.gguf_files import unserved_target
 from ..convert.init import init_drafter
 from ..convert.upgrading import upgrade_drafter
 from ..modeling_dflash import DFlashDraftModel
-from ..training.vocabulary import write_with_vocabulary
 from .llamacpp_files import CONVERTER_TYPES, check_files
 from .llamacpp_server import converted, llamacpp, serving
 
 HERE = Path(__file__).parent.parent
-RESPONSES = HERE / "data" / "responses" / "smollm2-135m-instruct.jsonl"
 NEAR = 0.03  # of acceptance length
 COLUMNS = ["pair", "prompt", "text", "acceptance length, ours", "llama.cpp"]
 # What is written in every type of weights for the first pair is written in these for the others.
@@ -91,10 +89,12 @@ def say(sentence: str):
 def drafters_of_smollm2(folder: Path) -> list[Pair]:
     """Make the drafters from the shipped one."""
     target = smollm2()[0]
-    write_with_vocabulary(str(HERE), folder / "list" / "drafter", [str(RESPONSES)], 4096, force=True)
+    whole = DFlashDraftModel.from_pretrained(HERE, dtype="auto")
+    whole.set_draft_vocabulary(None)
+    whole.save_pretrained(folder / "whole" / "drafter")
     upgrade_drafter(HERE, folder / "dflash-2" / "fresh", force=True)
     speaking(folder / "dflash-2" / "fresh", folder / "dflash-2" / "drafter")
-    made = [Pair(name, str(folder / name / "drafter"), target) for name in ("list", "dflash-2")]
+    made = [Pair(name, str(folder / name / "drafter"), target) for name in ("whole", "dflash-2")]
     return [Pair("shipped", str(HERE), target), *made]
 
 

@@ -5,7 +5,10 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
+from ..common.target_source import TargetSource
 from ..convert.exporting import export_drafter
+from ..convert.reading import target_tensors
+from ..drafter_vocabulary import token_ids_of
 from ..hub_files import write_text
 from ..modeling_dflash import DFlashDraftModel
 from .llamacpp_server import converted
@@ -69,10 +72,11 @@ def check_files(drafter: str, target: str, source: Path, folder: Path, file_type
         source: of llama.cpp.
         folder: gets `drafter-TYPE.gguf`.
     """
-    listed = DFlashDraftModel.from_pretrained(drafter).d2t is not None
+    model = DFlashDraftModel.from_pretrained(drafter)
+    listed = model.d2t is not None
     export_drafter(drafter, folder / "zlab", "zlab", force=True)
     if listed:
-        _add_list(folder / "zlab", drafter, target)
+        _add_list(folder / "zlab", model, target)
     faults = []
     for ours in file_types:
         file, other = folder / f"drafter-{ours}.gguf", folder / f"converter-{ours}.gguf"
@@ -84,13 +88,12 @@ def check_files(drafter: str, target: str, source: Path, folder: Path, file_type
     return faults
 
 
-def _add_list(zlab: Path, drafter: str, target: str):
-    """Put the list of tokens and its rows of the head into a folder that the converter reads, as speculators has them."""
-    speculators = zlab.with_name("speculators")
-    export_drafter(drafter, speculators, "speculators", force=True, target=target)
-    theirs, config = load_file(speculators / "model.safetensors"), json.loads((zlab / "config.json").read_text())
-    added = {name: theirs[name] for name in ("d2t", "lm_head.weight")}
+def _add_list(zlab: Path, drafter: DFlashDraftModel, target: str):
+    """Put the list of tokens and its rows of the head into a folder that the converter reads, spelled as it expects them."""
+    head = target_tensors(TargetSource.of(target), drafter.config)["lm_head.weight"].whole()
+    added = {"d2t": drafter.d2t, "lm_head.weight": head[token_ids_of(drafter.d2t)]}
     tensors = load_file(zlab / "model.safetensors") | added
     save_file(tensors, zlab / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((zlab / "config.json").read_text())
     config |= {"architectures": [LISTING_CLASS], "draft_vocab_size": len(added["d2t"])}
     write_text(zlab / "config.json", json.dumps(config, indent=2) + "\n")
