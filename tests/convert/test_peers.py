@@ -20,7 +20,9 @@ from dflash_hub.convert.exporting import export_drafter
 from dflash_hub.convert.importing import import_drafter
 from dflash_hub.drafter_heads import TargetHead
 from dflash_hub.drafter_paths import MostLikely, path_head, walk
+from dflash_hub.drafter_vocabulary import make_head, token_ids_of
 from helpers import engine_rules
+from helpers.families import with_some_tokens
 from helpers.formats import SERVED, drafter_of
 from helpers.tiny import CONVOLUTION, ROOT, SELECTOR, tiny_drafter, tiny_target
 from safetensors.torch import load_file
@@ -156,12 +158,13 @@ def test_dflash_2_computes_and_walks_as_other_packages_do(package, tmp_path):
         {"layer_types": [SLIDING, FULL], "sliding_window": 64},
         {"layer_types": [SLIDING] * 2, "sliding_window": 64, "block_causal": [False] * 2},
         {"attention_bias": True, "rope_parameters": YARN},
+        {"draft_vocab_size": 40},
     ),
 )
 def test_the_speculators_package_computes_what_ours_does(fields, tmp_path):
     if not SPECULATORS.exists():
         pytest.skip(f"the speculators package is not installed at {SPECULATORS}; run `make peers`")
-    target, drafter = tiny_target("llama"), tiny_drafter(**fields)
+    target, drafter = tiny_target("llama"), with_some_tokens(tiny_drafter(**fields))
     target.save_pretrained(tmp_path / "target")
     drafter.save_pretrained(tmp_path / "ours")
     export_drafter(str(tmp_path / "ours"), tmp_path / "out", "speculators", target=str(tmp_path / "target"))
@@ -173,7 +176,8 @@ def test_the_speculators_package_computes_what_ours_does(fields, tmp_path):
     assert done.returncode == 0, done.stderr
     made = load_file(tmp_path / "made.safetensors")
     assert torch.equal(made["embed_tokens"], target.get_input_embeddings().weight)
-    assert torch.equal(made["lm_head"], target.get_output_embeddings().weight)
+    rows = slice(None) if drafter.d2t is None else token_ids_of(drafter.d2t)
+    assert torch.equal(made["lm_head"], target.get_output_embeddings().weight[rows])
     block = drafter.config.block_size
     anchors = made["block_indices"].view(-1, block)[:, 0].tolist()
     assert any(anchor > 1 for anchor in anchors)
@@ -185,7 +189,7 @@ def test_the_speculators_package_computes_what_ours_does(fields, tmp_path):
         theirs = made["hidden"][:, number * block : (number + 1) * block]
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
         # Slot 0 is the anchor; a shift by one slot or one tap would show here.
-        logits = TargetHead(drafter.config, target.get_output_embeddings())(ours).logits
+        logits = make_head(drafter, target)(ours).logits  # no text was shown to it: of the listed tokens alone
         torch.testing.assert_close(
             logits, made["logits"][:, number * block : (number + 1) * block], rtol=1e-4, atol=1e-4
         )
