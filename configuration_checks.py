@@ -41,11 +41,8 @@ UNSUPPORTED_PARTS = {
     "attention_value_scale": "a scale on attention values",
     "projector_type": "a Domino or DSpark head",
     "gru_hidden_dim": "Domino's GRU head",
-    "markov_rank": "DSpark's Markov head",
-    "enable_confidence_head": "DSpark's confidence head",
     "pure_draft_prefix_len": "Domino's shifted labels",
     "shift_label": "shifted labels (position 0 predicts a token)",
-    "sample_from_anchor": "a prediction at position 0 (sample from anchor)",
     "mask_embedding": "a learned mask embedding",
 }
 # What every producer states, and no tensor's shape gives away: with another value a drafter loads, and drafts worse.
@@ -54,6 +51,10 @@ SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping
 # DFlash 2's parts: each has two numbers, and both or neither are stated.
 CONVOLUTION, SELECTOR = ("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")
 PARTS = (*CONVOLUTION, *SELECTOR)
+# DSpark's, each optional too, by our names; and what its writers call them.
+DSPARK = ("markov_rank", "markov_head_type", "confidence_head", "sample_from_anchor")
+MARKOV_HEADS, CONFIDENCE_HEADS = ("vanilla", "gated", "rnn"), ("hidden", "hidden+markov")
+DSPARK_SPELLINGS = ("markov_rank", "enable_confidence_head", "sample_from_anchor")
 GUESSING = "Guessing it would load, and draft badly."
 
 

@@ -10,9 +10,13 @@ import transformers
 from transformers.activations import ACT2FN
 
 from .configuration_checks import (
+    CONFIDENCE_HEADS,
     CONVOLUTION,
+    DSPARK,
     FULL,
     GUESSING,
+    MARKOV_HEADS,
+    PARTS,
     SCALES,
     SELECTOR,
     SLIDING,
@@ -48,7 +52,7 @@ class DFlashConfig(transformers.PreTrainedConfig):
         sliding_window: W; a query of a sliding layer sees keys with `|q - k| < W`.
         block_causal: one bool a layer: whether a position sees only those before it inside the block. When not given,
             sliding layers are causal and full layers are bidirectional, as in z-lab's releases.
-        block_size: positions of a block: one anchor and `block_size - 1` mask tokens (paper, section 4.1).
+        block_size: positions of a block: the anchor and `block_size - 1` mask tokens (paper, section 4.1).
         mask_token_id: row of the target's embedding that stands for a token to be drafted.
         target_layer_ids: decoder layers of the target whose hidden states are read, 0-based; layer `i` is transformers' `hidden_states[i + 1]`.
         num_target_layers: decoder layers of the target.
@@ -58,7 +62,13 @@ class DFlashConfig(transformers.PreTrainedConfig):
             made from the input; None without them.
         selector_rank, selector_top_k: of DFlash 2's selector of paths: width of its codebooks, and candidates of a position;
             None without it.
-        num_draft_tokens: draft tokens per round unless `generate` is told otherwise: a number up to `block_size - 1`, or
+        markov_rank, markov_head_type: of DSpark's Markov head: its width, and "vanilla" (the default), "gated" or "rnn"; None
+            without it.
+        confidence_head: what DSpark's confidence head looks at: "hidden", or "hidden+markov", the Markov head's embedding of the
+            previous token as well; None without it.
+        sample_from_anchor: whether the anchor's position predicts the token after it (DSpark): a block then drafts
+            `block_size` tokens, otherwise one less.
+        num_draft_tokens: draft tokens per round unless `generate` is told otherwise: a number up to `drafts_per_block`, or
             "auto" (the default), the adaptive draft length.
         acceptance_prior: what the drafter is known to accept, for the adaptive draft length: by draft position, the share
             that is accepted where all positions before it were. Positions beyond the list are like the one before. None
@@ -110,6 +120,10 @@ class DFlashConfig(transformers.PreTrainedConfig):
     conv_group_size: int | None = None
     selector_rank: int | None = None
     selector_top_k: int | None = None
+    markov_rank: int | None = None
+    markov_head_type: str | None = None
+    confidence_head: str | None = None
+    sample_from_anchor: bool = False
     num_draft_tokens: int | str | None = None
     acceptance_prior: list[float] | None = None
     draft_vocab_size: int | None = None
@@ -132,6 +146,8 @@ class DFlashConfig(transformers.PreTrainedConfig):
         if self.block_causal is None:
             self.block_causal = [layer_type == SLIDING for layer_type in self.layer_types]
         positive(self.block_size, "block_size")
+        if self.markov_rank is not None and self.markov_head_type is None:
+            self.markov_head_type = MARKOV_HEADS[0]
         if self.num_draft_tokens is None:
             self.num_draft_tokens = "auto"
         if self.draft_vocab_size == self.vocab_size:  # how some files say that nothing is left out
@@ -197,7 +213,7 @@ class DFlashConfig(transformers.PreTrainedConfig):
             f"`attention_dropout` must be in [0, 1), got {self.attention_dropout!r}.",
         )
         require(self.hidden_act in ACT2FN, f"`hidden_act` {self.hidden_act!r} is no activation of transformers.")
-        for name in ("attention_bias", "tie_word_embeddings", "target_chat", "target_thinking"):
+        for name in ("attention_bias", "tie_word_embeddings", "sample_from_anchor", "target_chat", "target_thinking"):
             allowed = (True, False) if not name.startswith("target") else (True, False, None)
             value = getattr(self, name)
             require(any(value is one for one in allowed), f"`{name}` must be one of {list(allowed)}, got {value!r}.")
@@ -222,8 +238,8 @@ class DFlashConfig(transformers.PreTrainedConfig):
         )
         require(
             self.num_draft_tokens == "auto"
-            or (is_int(self.num_draft_tokens) and 1 <= self.num_draft_tokens < self.block_size),
-            f"`num_draft_tokens` must be 'auto' or in [1, {self.block_size - 1}] for `block_size` {self.block_size}, "
+            or (is_int(self.num_draft_tokens) and 1 <= self.num_draft_tokens <= self.drafts_per_block),
+            f"`num_draft_tokens` must be 'auto' or in [1, {self.drafts_per_block}] for `block_size` {self.block_size}, "
             f"got {self.num_draft_tokens!r}.",
         )
         prior = self.acceptance_prior
@@ -303,6 +319,36 @@ class DFlashConfig(transformers.PreTrainedConfig):
             f"`selector_top_k` ({self.selector_top_k}) must not exceed `vocab_size` ({self.vocab_size}).",
         )
 
+        self._check_dspark()
+
+    def _check_dspark(self):
+        if self.markov_rank is not None:
+            positive(self.markov_rank, "markov_rank")
+            require(
+                self.markov_head_type in MARKOV_HEADS,
+                f"`markov_head_type` must be one of {list(MARKOV_HEADS)}, got {self.markov_head_type!r}.",
+            )
+        require(
+            self.markov_rank is not None or self.markov_head_type is None,
+            f"`markov_head_type` is {self.markov_head_type!r}, but there is no `markov_rank`.",
+        )
+        heads = (None, *CONFIDENCE_HEADS[: 1 if self.markov_rank is None else None])
+        require(
+            self.confidence_head in heads,
+            f"`confidence_head` must be one of {list(heads)} {'without' if self.markov_rank is None else 'with'} a Markov head, "
+            f"got {self.confidence_head!r}.",
+        )
+        both = [[name for name in names if getattr(self, name)] for names in (PARTS, DSPARK)]
+        require(
+            not all(both),
+            f"the drafter has parts of two methods, {both[0]} of DFlash 2 and {both[1]} of DSpark; use one.",
+        )
+
+    @property
+    def drafts_per_block(self) -> int:
+        """How many tokens one block drafts: those of its last so many positions."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
     @property
     def windows(self) -> list[int | None]:
         """The attention window of each layer, None where it is full."""
@@ -339,7 +385,9 @@ def check_stated(config: dict):
     """
     if config.get("model_type") == "dflash" and "dflash_config" not in config:
         require_stated(config, (*UNSEEN, "layer_types", "block_causal"))
-        missing = [name for name in ("sliding_window", *SCALES) if name not in config]
+        # Files of versions without DSpark have none of its fields, and their anchors draft nothing.
+        layout = ("sample_from_anchor",) if set(DSPARK) & set(config) else ()
+        missing = [name for name in ("sliding_window", *SCALES, *layout) if name not in config]
         require(not missing, f"config.json does not state {missing}, where null is a value too. {GUESSING}")
 
 

@@ -5,6 +5,8 @@ in-block causality in several forms. SpecForge and Model-Optimizer write it too.
 """
 
 from .configuration_checks import (
+    DSPARK,
+    DSPARK_SPELLINGS,
     FULL,
     GUESSING,
     PARTS,
@@ -69,6 +71,7 @@ class ZlabReader:
             "not supported.",
         )
         for place in (self.top, self.nested):
+            self.refuse_dspark(place)
             refuse_unsupported_parts(place)
             for name, (harmless, part) in UNSUPPORTED_SWITCHES.items():
                 require(
@@ -76,12 +79,12 @@ class ZlabReader:
                     f"`{name}` is {place.get(name)!r}: this drafter has {part}, which is not supported. Loading it without "
                     "that part would run, and draft badly.",
                 )
-        unknown = sorted(set(self.nested) - self.NESTED_NAMES - set(UNSUPPORTED_PARTS))
+        unknown = sorted(set(self.nested) - self.NESTED_NAMES - {*UNSUPPORTED_PARTS, *DSPARK_SPELLINGS})
         require(not unknown, f"`dflash_config` holds {unknown}, which this version does not know.")
 
         require_stated(self.top, (*self.fields[: self.fields.index("rope_parameters")], *UNSEEN))
         # What says the same in both spellings keeps its name; the rest of a Qwen3 configuration does not touch a drafter.
-        read = {name: self.top[name] for name in self.fields if name in self.top}
+        read = {name: self.top[name] for name in self.fields if name in self.top and name not in DSPARK}
         read |= {name: self.top[name] for name in ("dtype", "torch_dtype") if name in self.top}
         read |= {"model_type": "dflash", "architectures": ["DFlashDraftModel"], "tie_word_embeddings": False}
         for name in ("block_size", "mask_token_id", "num_target_layers", "target_layer_ids"):
@@ -98,6 +101,14 @@ class ZlabReader:
         read["layer_types"], read["sliding_window"] = self.layer_types()
         read["block_causal"] = self.block_causal(read["layer_types"])
         return read
+
+    @staticmethod
+    def refuse_dspark(place: dict):
+        """Refuse a DSpark drafter in its writers' spelling: its layout is not in the file, but in who wrote it."""
+        found = {name: place[name] for name in DSPARK_SPELLINGS if place.get(name)}
+        if place.get("projector_type") == "dspark":
+            found["projector_type"] = "dspark"
+        require(not found, f"this is a DSpark drafter in another spelling ({found}): `dflash-hub import` reads it.")
 
     @staticmethod
     def one(name: str, *values):

@@ -22,6 +22,7 @@ import itertools
 import math
 from dataclasses import dataclass, field
 
+from .decode_calibration import Calibration
 from .decode_floor import is_at_floor
 
 BUDGET, BUDGET_CAP = 3.6, 13.0  # baseline passes that exploration may cost: at first, and at most after gains
@@ -111,6 +112,7 @@ class DraftStatistics:
         rows, context: sequences, and tokens in the KV cache, where the times were measured.
         first_tried, first_accepted: drafts whose first token was verified, and accepted; these counts do not fade.
         trees: by nodes, faded counts of tokens that chains were expected to add in rounds with a tree, and that trees did.
+        confidence: what the drafter's own confidence is worth.
     """
 
     times: PassTimes = field(default_factory=PassTimes)
@@ -126,6 +128,7 @@ class DraftStatistics:
     first_tried: int = 0
     first_accepted: int = 0
     trees: dict[int, tuple[float, float]] = field(default_factory=dict)
+    confidence: Calibration = field(default_factory=Calibration)
 
     def fade(self, kept: float):
         """Keep a share of the counts."""
@@ -285,8 +288,7 @@ class DraftSchedule:
         if not self._is_low():
             self.statistics.fade(CARRY_OVER / max([CARRY_OVER, *self.statistics.tried]))
         self.settled, self.rounds = BUDGET, []  # the budget is one of each call
-        self.trying = False
-        self.drafted = False  # whether the last round did
+        self.trying = self.drafted = False  # whether the last round was a try, and had draft tokens
         self.tokens = 0.0  # by sequence
 
     def next(self, rows: int = 1, context: int = 0) -> int:

@@ -271,7 +271,14 @@ def is_native_route(target: PreTrainedModel, call: dict) -> bool:
         passed and passed.speculation_type,
         target.generation_config.speculation_type,
     ]
-    return next((value for value in stated if value is not None), None) == "dflash"
+    if next((value for value in stated if value is not None), None) != "dflash":
+        return False
+    if getattr(getattr(call.get("assistant_model"), "config", None), "sample_from_anchor", False):
+        raise ValueError(
+            "`speculation_type=\"dflash\"` asks for transformers' own loop, which takes no draft token from the anchor's position, "
+            "as this drafter gives one (`sample_from_anchor`): all of them would stand one token off. Leave it unset."
+        )
+    return True
 
 
 def is_our_custom_generate(custom_generate) -> bool:

@@ -172,6 +172,11 @@ class DecodeState:
         return [self.stopping.resting(row) for row in range(self.batch)]
 
     @property
+    def running(self) -> list[int]:
+        """Sequences that go on."""
+        return [row for row, ended in enumerate(self.resting) if not ended]
+
+    @property
     def groups(self) -> list[slice]:
         """Sequences that advance together."""
         return [slice(0, self.batch)] if self.lockstep else [slice(row, row + 1) for row in range(self.batch)]

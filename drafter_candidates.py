@@ -45,7 +45,7 @@ class DFlashProposer:
         self.drafter, self.device = drafter, device_of(drafter, target.device)
         self.target_layer_ids = drafter.config.target_layer_ids
         self.block_size = drafter.config.block_size
-        self.max_draft_tokens = self.block_size - 1
+        self.max_draft_tokens = drafter.config.drafts_per_block
         self.num_passes = 0
 
         self.cache: DynamicCache | FixedContext = DynamicCache(config=drafter.config)
@@ -58,6 +58,9 @@ class DFlashProposer:
         self.head = path_head(drafter, make_head(drafter, target, self.num_tokens))
         reason = whole_head_reason(drafter, target)
         self.notes = [] if reason is None else [reason]
+        self.no_trees = None
+        if self.head.carries_state:
+            self.no_trees = "the drafter has a Markov head of kind 'rnn', whose scores depend on the whole path"
         self.mask_embeds: torch.Tensor | None = None  # (1, block_size - 1, H)
 
     # ---- the loop's side
@@ -78,15 +81,14 @@ class DFlashProposer:
         if FixedContext.fits(self.drafter, plan.fixed, accepted, self.cache):
             self.cache = FixedContext(self.drafter, self.cache, self.seen, self.start, plan.fixed, len(anchor))
         candidates = self.candidates(anchor, accepted.states, plan.num_draft_tokens, counts=accepted.counts)
-        if plan.num_nodes is not None:
+        if plan.num_nodes is not None and self.no_trees is None:
             ids, log_probs = self._ranked(candidates, anchor, sampler, min(plan.num_nodes, MAX_SIBLINGS))
             if log_probs is not None:
                 return Draft.of_tree(ids, log_probs, plan.num_nodes)
         if self.head.looks_back:
-            tokens, finite = walk(self.head, candidates, anchor, sampler)
-        else:
-            tokens, finite = sampler.propose(candidates)
-        return Draft(tokens, finite=finite)
+            return walk(self.head, candidates, anchor, sampler)
+        tokens, finite = sampler.propose(candidates)
+        return Draft(tokens, finite=finite, confidence=candidates.confidence)
 
     def _ranked(self, candidates: Candidates, anchor: torch.LongTensor, sampler, most: int):
         """Return what a tree is made of: ids (n, C), and log probabilities for `best_first`, None where some are nan."""
@@ -170,8 +172,9 @@ class DFlashProposer:
         hidden = self._denoise(noise_embeds, context_hidden_states, attention_mask, counts)
         hidden = hidden.to(self.head_device, context[-1].dtype)
         # All positions: the head's weight is read once in any case, and kernels prefer 8 or 16 rows to 7 or 15. The first
-        # position is the anchor's own.
-        return self.head(hidden).at(slice(1, num_draft + 1))
+        # position may be the anchor's own.
+        first = self.block_size - self.max_draft_tokens
+        return self.head(hidden).at(slice(first, first + num_draft))
 
     def draft_logits(self, *args, **kwargs) -> torch.Tensor:
         """Return the logits (B, n, V) of the whole vocabulary; takes what `candidates` takes."""
@@ -263,7 +266,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
     Args:
         drafter: a `DFlashDraftModel`.
         target: the model that it drafts for.
-        num_draft_tokens: tokens to draft a round, at most `block_size - 1`.
+        num_draft_tokens: tokens to draft a round, at most `drafts_per_block` of the drafter's config.
         max_length: of the text, the prompt included; None for no limit.
     """
 
@@ -294,7 +297,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             attention_mask = attention_mask[:, : length - 1]
         candidates = self.proposer.candidates(input_ids[:, -1:], context, num_draft, attention_mask)
         if self.proposer.head.looks_back:
-            tokens, _ = walk(self.proposer.head, candidates, input_ids[:, -1:], MostLikely)
+            tokens = walk(self.proposer.head, candidates, input_ids[:, -1:], MostLikely).tokens
         else:
             tokens = candidates.best()
         return torch.cat([input_ids, tokens.to(input_ids.device)], dim=1), None

@@ -42,6 +42,8 @@ class Draft:
         tokens: (B, n); n is 0 in a round without draft tokens.
         parents: (n) index of each token's parent, -1 for the anchor; None for a chain. On the host, where trees are built.
         scores: (n) log probability that the token lies on the accepted path; None where the proposer has none.
+        confidence: (B, n) log probability that the token of a chain is accepted where those before it were; None where the
+            proposer does not say.
         finite: (B, n) False where the proposer's logits were not finite, so that it has nothing to say; None where all are.
     """
 
@@ -49,6 +51,7 @@ class Draft:
     parents: list[int] | None = None
     scores: list[float] | None = None
     finite: torch.BoolTensor | None = None
+    confidence: torch.Tensor | None = None
 
     @classmethod
     def of_tree(cls, ids: torch.LongTensor, log_probs: list, num_nodes: int) -> "Draft":
@@ -68,6 +71,11 @@ class Draft:
     def depth(self) -> int:
         """How many tokens the longest path has."""
         return len(self) if self.parents is None else max(self.shape.depths)
+
+    def first(self, count: int) -> "Draft":
+        """Return the first tokens of a chain."""
+        finite = None if self.finite is None else self.finite[:, :count]
+        return Draft(self.tokens[:, :count], finite=finite)
 
     def child(self, own: list[int], at: int, token: int) -> int | None:
         """Return the row of the verified pass in which `token` follows the row `at`; None where it was not drafted.
@@ -153,6 +161,7 @@ class Proposer(Protocol):
         device: where its work is done, for the clock.
         num_passes: forward passes that it made.
         notes: what the statistics of the call should say of it, a sentence each.
+        no_trees: why it drafts chains only, a clause; None where it drafts trees.
     """
 
     target_layer_ids: list[int]
@@ -160,6 +169,7 @@ class Proposer(Protocol):
     device: torch.device
     num_passes: int
     notes: list[str]
+    no_trees: str | None
 
     def check(self, target: PreTrainedModel):
         """Raise a ValueError where this is not a target to draft for; names what was found and expected."""

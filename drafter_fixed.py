@@ -1,7 +1,7 @@
 """The drafter beside a static KV cache of the target: every forward pass has one shape, so it is compiled once.
 
 Columns of the drafter's KV cache here: the context from the left, as wide as it can become; then the block, always in the same
-place. Each pass takes W = K new columns of context, of which those behind the real ones are hidden and written over by the next.
+place. Each pass takes as many new columns W of context as a round can add, of which those behind the real ones are hidden and written over by the next.
 
 Legend of shapes: B sequences, C new context tokens, W columns for them, K block, S columns of keys, H hidden, T target layers,
 D head size.
@@ -34,7 +34,7 @@ class FixedContext:
     ):
         self.drafter, self.start, self.columns = drafter, start, cache.get_seq_length()
         config, weight = drafter.config, drafter.norm.weight
-        self.width = config.block_size
+        self.width = config.drafts_per_block + 1
         room = max(fixed.length, self.columns) + self.width
         shape = (batch, config.num_key_value_heads, room + config.block_size, config.head_dim)
         self.keys = [torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in drafter.layers]
@@ -56,7 +56,7 @@ class FixedContext:
         """Tell whether from here on, forward passes of this drafter can have one shape; those over a prompt have their own."""
         if fixed is None or isinstance(cache, FixedContext) or drafter.config._attn_implementation not in BACKENDS:
             return False
-        return accepted.counts is None and accepted.ids.shape[1] <= drafter.config.block_size
+        return accepted.counts is None and accepted.ids.shape[1] <= drafter.config.drafts_per_block + 1
 
     def get_seq_length(self) -> int:
         """Return how many columns the context has, as a `DynamicCache` does."""

@@ -83,10 +83,11 @@ class TargetHead:
 
     Attributes:
         looks_back: whether it looks at the previous token.
+        carries_state: whether it looks at all tokens behind the anchor, so that no single pair of tokens has a score.
         reads_text: whether its candidates depend on the text, which it is shown by `see`.
     """
 
-    looks_back = reads_text = False
+    looks_back = reads_text = carries_state = False
 
     def __init__(self, config, module: nn.Module, num_tokens: int | None = None):
         self.module, self.num_tokens = module, num_tokens

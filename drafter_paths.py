@@ -10,7 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .drafter_draft import Draft
 from .drafter_heads import Candidates
+
+CANDIDATES = (
+    32  # of a position, that a Markov head chooses a path from: a later one is hardly ever the best behind any token
+)
 
 
 class CandidateSelector(nn.Module):
@@ -18,6 +23,8 @@ class CandidateSelector(nn.Module):
 
     score(previous, candidate) = sum over R of predecessor[previous] * (hidden_projection h) * successor[candidate]
     """
+
+    carries_state = False
 
     def __init__(self, config):
         super().__init__()
@@ -46,6 +53,83 @@ class CandidateSelector(nn.Module):
         return scores_of_rows(behind, self.successor_codebook, ids), None
 
 
+class MarkovScores(nn.Linear):
+    """The last projection of a Markov head, a class of its own since it starts at zero."""
+
+
+class MarkovHead(nn.Module):
+    """Scores the tokens behind a given one, of low rank (DSpark): score(previous, candidate) = latent . markov_w2[candidate].
+
+    With e = markov_w1[previous] the latent is, by kind: e; e gated by the position and itself; or the output of a recurrent
+    unit that has seen the path so far, whose state starts at zero behind the anchor.
+
+    Attributes:
+        carries_state: whether a score depends on the whole path behind the anchor.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        rank, hidden = config.markov_rank, config.hidden_size
+        self.num_candidates = min(CANDIDATES, config.vocab_size)
+        self.carries_state = config.markov_head_type == "rnn"
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = MarkovScores(rank, config.vocab_size, bias=False)
+        self.gate_proj = nn.Linear(hidden + rank, rank) if config.markov_head_type == "gated" else None
+        self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank) if self.carries_state else None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        previous_tokens: torch.LongTensor,
+        ids: torch.LongTensor | None,
+        state: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the scores (..., P, C) of candidates behind previous tokens, and the state (..., P, R) behind these, if any.
+
+        Args:
+            hidden_states: (..., H).
+            previous_tokens: (..., P).
+            ids: (..., C) of the candidates; None for the whole vocabulary.
+            state: (..., P, R) as returned for the position before; None behind the anchor.
+        """
+        latent = self.markov_w1(previous_tokens)  # (..., P, R)
+        hidden_states = hidden_states[..., None, :].expand(*latent.shape[:-1], -1)  # (..., P, H)
+        if self.gate_proj is not None:
+            latent = torch.sigmoid(self.gate_proj(torch.cat([hidden_states, latent], dim=-1))) * latent
+        elif self.joint_proj is not None:
+            before = torch.zeros_like(latent) if state is None else state
+            joint = self.joint_proj(torch.cat([before, latent, hidden_states], dim=-1))
+            kept, fresh, latent = joint.chunk(3, dim=-1)
+            kept, latent = torch.sigmoid(kept), torch.tanh(latent)
+            state = kept * before + (1 - kept) * torch.tanh(fresh)
+        return scores_of_rows(latent, self.markov_w2.weight, ids), state
+
+
+class ConfidenceHead(nn.Module):
+    """Estimates whether a draft token is accepted where those before it were (DSpark), by its position and the token before it.
+
+    Attributes:
+        looks_back: whether it looks at the token before it.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.looks_back = config.confidence_head == "hidden+markov"
+        self.proj = nn.Linear(config.hidden_size + (config.markov_rank if self.looks_back else 0), 1)
+
+    def forward(self, hidden_states: torch.Tensor, embedded: torch.Tensor | None = None) -> torch.Tensor:
+        """Return log probabilities (...), or (..., P) behind previous tokens.
+
+        Args:
+            hidden_states: (..., H).
+            embedded: (..., P, R) the Markov head's embeddings of previous tokens, where it looks at them.
+        """
+        if embedded is not None:
+            hidden_states = hidden_states[..., None, :].expand(*embedded.shape[:-1], -1)
+            hidden_states = torch.cat([hidden_states, embedded], dim=-1)
+        return F.logsigmoid(self.proj(hidden_states)[..., 0].float())
+
+
 def scores_of_rows(states: torch.Tensor, table: torch.Tensor, ids: torch.LongTensor | None) -> torch.Tensor:
     """Return the products (..., P, C) of states (..., P, R) with the rows `ids` (..., C) of a table (V, R), or with all rows."""
     if ids is None:
@@ -65,8 +149,10 @@ class PathHead:
     looks_back = True
 
     def __init__(self, base, pairs: nn.Module):
-        self.base, self.pairs, self.num_candidates = base, pairs, pairs.num_candidates
-        self.device, self.dtype = pairs.hidden_projection.weight.device, pairs.hidden_projection.weight.dtype
+        self.base, self.pairs = base, pairs
+        self.num_candidates, self.carries_state = pairs.num_candidates, pairs.carries_state
+        some = next(pairs.parameters())
+        self.device, self.dtype = some.device, some.dtype
 
     def __getattr__(self, name):
         return getattr(self.base, name)
@@ -102,15 +188,46 @@ class PathHead:
         return Candidates(logits, None if ids is None else ids[..., None, :].expand_as(logits), state=state)
 
 
+class ConfidentHead:
+    """A head that also says how likely what is drafted is accepted.
+
+    Args:
+        head: scores the candidates. Whatever else is asked of this one, it answers.
+        confidence: a part of the drafter; where it looks back, the head has a Markov head.
+    """
+
+    def __init__(self, head, confidence: ConfidenceHead):
+        self.head, self.confidence = head, confidence
+        self.of_drafter = {"device": confidence.proj.weight.device, "dtype": confidence.proj.weight.dtype}
+
+    def __getattr__(self, name):
+        return getattr(self.head, name)
+
+    def __call__(self, hidden_states: torch.Tensor, *places) -> Candidates:
+        candidates = self.head(hidden_states, *places)
+        if not self.confidence.looks_back:
+            candidates.confidence = self.confidence(hidden_states.to(**self.of_drafter)).to(candidates.logits.device)
+        return candidates
+
+    def follow(
+        self, candidates: Candidates, hidden_states: torch.Tensor, previous_tokens: torch.LongTensor, state=None
+    ) -> Candidates:
+        followed = self.head.follow(candidates, hidden_states, previous_tokens, state)
+        if self.confidence.looks_back:
+            embedded = self.head.pairs.markov_w1(previous_tokens.to(self.of_drafter["device"]))
+            confidence = self.confidence(hidden_states.to(**self.of_drafter), embedded)
+            followed.confidence = confidence.to(followed.logits.device)
+        return followed
+
+
 def path_head(drafter, base):
     """Return the head that a drafter drafts with, over a head that looks at no previous token."""
-    pairs = drafter.candidate_selector
-    return base if pairs is None else PathHead(base, pairs)
+    pairs = drafter.candidate_selector if drafter.markov_head is None else drafter.markov_head
+    head = base if pairs is None else PathHead(base, pairs)
+    return head if drafter.confidence_head is None else ConfidentHead(head, drafter.confidence_head)
 
 
-def walk(
-    head: PathHead, candidates: Candidates, anchor: torch.LongTensor, sampler
-) -> tuple[torch.LongTensor, torch.BoolTensor | None]:
+def walk(head: PathHead, candidates: Candidates, anchor: torch.LongTensor, sampler) -> Draft:
     """Choose a path through the candidates of a block, from left to right: each position looks at the token chosen before it.
 
     Args:
@@ -119,10 +236,10 @@ def walk(
         sampler: cuts candidates and picks one, with the target's processors and noise; or `MostLikely`.
 
     Returns:
-        (tokens, finite), each (B, n), as of `Sampler.propose`.
+        A chain (B, n). Its confidence is that of the head, or the chosen candidate's probability among the others.
     """
     length, previous, state = candidates.logits.shape[1], anchor, None
-    tokens, finite = [], []
+    tokens, finite, scores, confidence = [], [], [], []
     step = length if sampler.at_once else 1  # a processor may look at the tokens chosen so far
     for position in range(length):
         if position % step == 0:
@@ -133,7 +250,16 @@ def walk(
         here = head.follow(here, candidates.hidden_states[:, position], previous, state)  # (B, 1, C)
         previous, state = sampler.pick(here, position), here.state
         tokens.append(previous)
-    return torch.cat(tokens, dim=1), None if finite[0] is None else torch.cat(finite, dim=1)
+        scores.append(here.logits)
+        confidence.append(here.confidence)
+    if candidates.confidence is not None:
+        confidence = candidates.confidence
+    elif confidence[0] is not None:
+        confidence = torch.cat(confidence, dim=1)
+    else:
+        confidence = sampler.log_probs(torch.cat(scores, dim=1)).amax(dim=-1)
+    finite = None if finite[0] is None else torch.cat(finite, dim=1)
+    return Draft(torch.cat(tokens, dim=1), finite=finite, confidence=confidence)
 
 
 def edges(
@@ -164,3 +290,7 @@ class MostLikely:
     @staticmethod
     def pick(candidates: Candidates, position: int) -> torch.LongTensor:
         return candidates.best()
+
+    @staticmethod
+    def log_probs(logits: torch.Tensor) -> torch.Tensor:
+        return logits.log_softmax(dim=-1)

@@ -19,6 +19,7 @@ from transformers.utils import logging
 from .decode_accept import Acceptance
 from .decode_choice import GumbelNoise, Sampler, separable
 from .decode_clock import RoundClock
+from .decode_confidence import ConfidentLength
 from .decode_memory import ScheduleMemory
 from .decode_prefill import Prefill
 from .decode_schedule import DraftSchedule, FixedSchedule
@@ -215,11 +216,8 @@ class Decoding:
         # Without draft tokens the proposer never runs, so no hidden states are asked for.
         self.drafting = self.schedule.most > 0
         adaptive = isinstance(self.schedule, DraftSchedule)
-        devices = {
-            proposer.device.type,
-            target.device.type,
-            *map(str, (getattr(target, "hf_device_map", None) or {}).values()),
-        }
+        spread = (getattr(target, "hf_device_map", None) or {}).values()
+        devices = {proposer.device.type, target.device.type, *map(str, spread)}
         self.clock = RoundClock(
             proposer.device,
             wanted=adaptive and self.state.ranks.first,
@@ -248,13 +246,15 @@ class Decoding:
         noises = [self._noise() for _ in range(state.batch)] if call.config.do_sample else None
         self.sampler = Sampler(call.processors, state.text, noises, logits.shape[-1], ragged=not state.lockstep)
         self.acceptance = Acceptance(state, self.sampler, runner, call, self.clock)
+        self.confidence = ConfidentLength(self.schedule, state.ranks, runner.rollback.fixed_lengths)
         runner.before = None  # from here on the caller's cache holds the prompt
         with state.ranks.alone():
             self.accept(Draft(state.text.ids[:, :0]), logits)
 
     def _check_trees(self, logits: torch.Tensor, with_attentions: bool):
-        """Raise where trees of a size were asked for and target, KV cache or call do not support them; else draft chains."""
-        reason = self.runner.check_trees(logits[:, -1].argmax(-1, keepdim=True), with_attentions)
+        """Raise where trees of a size were asked for and proposer, target, KV cache or call have none; else draft chains."""
+        reason = getattr(self.proposer, "no_trees", None)
+        reason = reason or self.runner.check_trees(logits[:, -1].argmax(-1, keepdim=True), with_attentions)
         if reason is not None and isinstance(self.schedule, TreeSchedule):
             self.schedule.without_trees()
             self.state.speculation.notes.append(f"chains only, no draft trees: {reason}")
@@ -297,13 +297,11 @@ class Decoding:
     def plan(self) -> Plan:
         """Say how many tokens to draft: what is asked for, or pays, as far as text, target and cache have room for it."""
         state, runner, lengths = self.state, self.runner, self.state.text.lengths
-        resting = state.resting
-        most = self.schedule.most if self.drafting else 0
-        left = (
-            state.stopping.budget - min(n for n, ended in zip(lengths, resting) if not ended) - 1
-        )  # the target adds one
-        room = runner.room(runner.longest_position(lengths, resting), min(most, max(left, 0)))
-        (wanted,) = state.ranks.agree([self.schedule.next(resting.count(False), runner.inputs.columns)])
+        running, most = state.running, self.schedule.most if self.drafting else 0
+        left = state.stopping.budget - min(lengths[row] for row in running) - 1  # the target adds one
+        room = runner.room(runner.longest_position(lengths, state.resting), min(most, max(left, 0)))
+        asked = self.confidence.plan(self.schedule.next(len(running), runner.inputs.columns))
+        (wanted,) = state.ranks.agree([asked])
         if runner.rollback.fixed_lengths:  # few of them, as a target may be compiled for each
             choices = (most,) if isinstance(self.schedule, FixedSchedule) else (most // 2, most)
             room = max((n for n in choices if n <= room), default=0)
@@ -333,7 +331,7 @@ class Decoding:
         if state.lockstep and any(resting):  # what plain `generate` writes there
             for row in [row for row, ended in enumerate(resting) if ended]:
                 draft.tokens[row] = state.text.pad_token_id
-        draft = self._shared(draft)
+        draft = self._shared(self.confidence.cut(draft, state.running))
         self.clock.mark()
         return draft
 
@@ -372,11 +370,11 @@ class Decoding:
         Args:
             logits: (B, at least n + 1, V); the last ones are those of the tokens of the pass.
         """
-        state, lengths, resting = self.state, [*self.state.text.lengths], self.state.resting
+        state, lengths, running = self.state, [*self.state.text.lengths], self.state.running
         path, accepted = self.acceptance.walk(draft, logits[:, -max(self.runner.fed, 1) :])
         if state.speculation.stopped_drafting:
             self.drafting = False  # what the proposer has read stays in its KV cache, and spoils every draft
-        self._count_round([row for row, ended in enumerate(resting) if not ended], draft, accepted, path, lengths)
+        self._count_round(running, draft, accepted, path, lengths)
         return path
 
     def _count_round(self, running: list[int], draft: Draft, accepted: list[int], path: Path, lengths: list[int]):
@@ -398,6 +396,7 @@ class Decoding:
             in_lockstep = state.batch > 1 and state.lockstep
             counts = [min(drafted, path.counts[row] - 1) if in_lockstep else accepted[row] for row in running]
             self.schedule.observe(drafted, counts, *seconds, len(running), context)
+            self.confidence.observe(counts, drafted)
 
     def commit(self, path: Path, outputs):
         """Keep the path: its keys and values in the target's KV cache, its hidden states for the proposer."""

@@ -5,7 +5,8 @@ from two sources: the target's hidden features of the accepted text (the context
 from the block only, so a pass costs the block's length, whatever the length of the text.
 
 DFlash 2 adds two parts, each optional: a convolution along the block around every attention and every MLP, here, and a
-selector that chooses a path among candidates (`drafter_paths.py`).
+selector that chooses a path among candidates (`drafter_paths.py`). DSpark's Markov head is one in its place; its confidence
+head says how likely a draft token is accepted.
 
 Legend of shapes: B batch, C new context tokens, K block tokens, P context tokens in the cache, S = P + C + K keys,
 H hidden, T target layers, D head size, W window, N blocks side by side, G groups of channels.
@@ -34,30 +35,22 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_dflash import DFlashConfig
 from .drafter_candidates import DFlashProposer
-from .drafter_paths import CandidateSelector
+from .drafter_paths import CandidateSelector, ConfidenceHead, MarkovHead, MarkovScores
 from .drafter_vocabulary import check_token_ids, offsets_of, token_ids_of
 from .generation_dflash import assisted_generate, install_generate_hook
 from .hub_files import check_finite, superseding, write_hub_files
 from .target_masks import backend_mask, block_mask, is_flash
 
 # What `save_pretrained(..., push_to_hub=True)` takes for the upload.
-PUSH_ARGUMENTS = (
-    "repo_id",
-    "commit_message",
-    "commit_description",
-    "private",
-    "token",
-    "revision",
-    "create_pr",
-    "tags",
-)
+PUSH_ARGUMENTS = "repo_id commit_message commit_description private token revision create_pr tags".split()
 
 
 @dataclass
 class DFlashDraftModelOutput(ModelOutput):
     """
     Args:
-        last_hidden_state: (B, K, H) after the final norm; the target's head turns slots 1.. into draft logits.
+        last_hidden_state: (B, K, H) after the final norm; the target's head turns the last `drafts_per_block` into
+            draft logits.
         hidden_states: input of the first layer and output of every layer, each (B, K, H), when asked for.
         attentions: (B, heads, K, S) of every layer, when asked for (eager attention only).
     """
@@ -225,6 +218,9 @@ class DFlashPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module):
         # A fresh part changes nothing: the drafter starts as its twin without it. Of the selector's two factors only one is
         # zero, or neither would ever get a gradient.
+        if isinstance(module, MarkovScores):
+            init.zeros_(module.weight)
+            return
         super()._init_weights(module)
         if isinstance(module, BlockConvolution):
             identity = torch.zeros_like(module.base_kernel)
@@ -241,13 +237,15 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
     def __init__(self, config: DFlashConfig):
         super().__init__(config)
-        # The fixed layout of DFlash checkpoints: fc, hidden_norm, layers, norm; no embedding and no head. DFlash 2's parts have
-        # the names of z-lab's releases.
+        # The fixed layout of DFlash checkpoints: fc, hidden_norm, layers, norm; no embedding and no head. Further parts
+        # have the names of the first releases that had them.
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = DFlashRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList([DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = DFlashRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.candidate_selector = CandidateSelector(config) if config.selector_rank is not None else None
+        self.markov_head = MarkovHead(config) if config.markov_rank is not None else None
+        self.confidence_head = ConfidenceHead(config) if config.confidence_head is not None else None
         self.rotary_emb = DFlashRotaryEmbedding(config)
         # Offsets, as other software writes them: the token at index i of the draft vocabulary is i + d2t[i].
         listed = config.draft_vocab_size
@@ -395,7 +393,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             raise ValueError(
                 f"the weights in {str(pretrained_model_name_or_path)!r} are not those of this drafter ({'; '.join(faults)}). "
                 f"Expected exactly fc, hidden_norm, norm and {model.config.num_hidden_layers} layers with Qwen3's names, the parts "
-                "of DFlash 2 that config.json states, and the shapes that it states."
+                "of DFlash 2 or DSpark that config.json states, and the shapes that it states."
             )
         if model.d2t is not None and not model.d2t.is_meta:
             check_token_ids(token_ids_of(model.d2t), model.config.vocab_size)

@@ -145,7 +145,7 @@ def test_dflash_2_computes_and_walks_as_other_packages_do(package, tmp_path):
         hidden = drafter(inputs["block"], inputs["context"]).last_hidden_state
         torch.testing.assert_close(hidden, theirs["hidden"], rtol=1e-4, atol=1e-4)
         head = path_head(drafter, TargetHead(drafter.config, target.get_output_embeddings()))
-        path, _ = walk(head, head(hidden[:, 1:]), inputs["anchor"], MostLikely)
+        path = walk(head, head(hidden[:, 1:]), inputs["anchor"], MostLikely).tokens
     if package == "zlab":
         assert path.equal(theirs["path"])
 

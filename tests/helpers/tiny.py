@@ -19,6 +19,11 @@ DRAFTERS = ("random", "half-right", "oracle")
 # DFlash 2's parts, at the size of a tiny drafter.
 CONVOLUTION = {"conv_kernel_size": 2, "conv_group_size": 8}
 SELECTOR = {"selector_rank": 4, "selector_top_k": 6}
+# DSpark's, by the kind of its Markov head: with a confidence head that looks at all there is.
+DSPARK = {
+    kind: {"markov_rank": 4, "markov_head_type": kind, "confidence_head": "hidden+markov", "sample_from_anchor": True}
+    for kind in ("vanilla", "gated", "rnn")
+}
 
 
 def tiny_target(family: str, seed: int = 0, **overrides):
@@ -65,7 +70,8 @@ def tiny_config(**overrides) -> DFlashConfig:
     }
     fields |= overrides
     # Tests count rounds and drafts: a fixed number, unless a test is about the choice.
-    return DFlashConfig(**{"num_draft_tokens": fields["block_size"] - 1} | fields)
+    most = fields["block_size"] - (not fields.get("sample_from_anchor", False))
+    return DFlashConfig(**{"num_draft_tokens": most} | fields)
 
 
 def tiny_drafter(seed: int = 1, dtype=torch.float32, **overrides) -> DFlashDraftModel:
@@ -77,6 +83,8 @@ def tiny_drafter(seed: int = 1, dtype=torch.float32, **overrides) -> DFlashDraft
                 parameter.uniform_(0.5, 1.5)
             elif "_conv." in name or name.startswith("candidate_selector."):  # fresh ones change nothing
                 parameter.normal_(std=0.3 if "_conv." in name else 1.0)
+            elif name.startswith(("markov_head.", "confidence_head.")):
+                parameter.normal_(std=1.0 if "_w" in name else 0.5)
     return model.to(dtype)
 
 

@@ -69,7 +69,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
         ({"rope_theta": 5e5}, "`rope_theta` belongs into `rope_parameters`"),
         ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` belongs into"),
         ({"num_draft_token": 3}, r"did you mean \['num_draft_tokens'\]"),
-        ({"sample_from_anchor": True}, "sample from anchor"),
+        ({"projector_type": "domino"}, "a Domino or DSpark head"),
         ({"attention_sink_bias": True}, "attention sinks"),
         ({"selector_rank": 256}, r"`selector_rank` and `selector_top_k` belong together.* got \[256, None\]"),
         ({"selector_rank": 4, "selector_top_k": 98}, r"`selector_top_k` \(98\) must not exceed `vocab_size` \(97\)"),
@@ -326,7 +326,8 @@ def test_a_file_of_ours_that_lost_a_field_is_refused(tmp_path):
         "attention_bias", "attention_dropout", "initializer_range", "num_draft_tokens", "acceptance_prior", "draft_vocab_size", "num_tree_nodes", "target_name_or_path", "target_revision", "target_rows",
         "target_chat", "target_thinking", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "format_version",
         # The tensors tell: a drafter with a part that its config does not state is refused. And files of earlier versions lack them.
-        "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
+        "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "markov_rank", "markov_head_type",
+        "confidence_head",
     }  # fmt: skip
     for name in DFlashConfig.__annotations__:
         path.write_text(json.dumps({key: value for key, value in saved.items() if key != name}))

@@ -130,7 +130,7 @@ def test_a_walk_takes_the_best_candidate_behind_the_one_before(noisy):
             previous = max(scores, key=scores.get)
             path.append(previous)
         expected.append(path)
-    assert walk(head, head(hidden), anchors, sampler)[0].tolist() == expected
+    assert walk(head, head(hidden), anchors, sampler).tokens.tolist() == expected
     assert logits.argmax(-1).tolist() != expected
 
 
@@ -163,7 +163,7 @@ def test_a_selector_that_says_nothing_takes_the_most_likely_tokens():
     head, hidden, logits, anchors = scored(selector_top_k=11)
     with torch.no_grad():
         head.pairs.successor_codebook.zero_()
-    assert walk(head, head(hidden), anchors, MostLikely)[0].equal(logits.argmax(-1))
+    assert walk(head, head(hidden), anchors, MostLikely).tokens.equal(logits.argmax(-1))
 
 
 def test_fresh_parts_draft_bit_for_bit_the_same():
