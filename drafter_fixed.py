@@ -1,7 +1,8 @@
 """The drafter beside a static KV cache of the target: every forward pass has one shape, so it is compiled once.
 
 Columns of the drafter's KV cache here: the context from the left, as wide as it can become; then the block, always in the same
-place. Each pass takes as many new columns W of context as a round can add, of which those behind the real ones are hidden and written over by the next.
+place. Each pass takes W new columns of context, as many as a round can add; those behind the real ones are hidden and written over
+by the next.
 
 Legend of shapes: B sequences, C new context tokens, W columns for them, K block, S columns of keys, H hidden, T target layers,
 D head size.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from . import native, speculators, zlab
+from . import dspark, native, speculators, zlab
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ _ADOPTED: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[nn.Mod
 def recognizes(assistant) -> bool:
     """Say by its config whether `assistant` is a DFlash drafter, or looks like one."""
     config = _config_dict(assistant)
-    return any(layout.recognizes(config) for layout in (zlab, speculators, native)) or (
+    return any(layout.recognizes(config) for layout in (zlab, dspark, speculators, native)) or (
         {"block_size", "target_layer_ids"} <= set(config)
     )
 
@@ -95,6 +95,14 @@ def _make_drafter(assistant: nn.Module, target, tensors: dict[str, torch.Tensor]
     facts = Target(speculators.verifier(stated), text.num_hidden_layers, text.vocab_size, target.config.architectures)
     layout = recognize(stated, source)
     config = DFlashConfig.from_dict(read_fields(layout, stated, facts))
+    if layout == "dspark" and dspark.is_interleaved(stated):
+        raise ValueError(
+            "its RoPE turns neighboring channels, so its tensors cannot be shared; `dflash-hub import` its folder."
+        )
+    if layout != "dflash-hub" and config.markov_rank is not None and config.draft_vocab_size is not None:
+        raise ValueError(
+            "its Markov head is of a reduced vocabulary, so it cannot be shared; `dflash-hub import` its folder."
+        )
     found = match(
         layout, {name: InMemory(None, name, tensor) for name, tensor in tensors.items()}, expected_shapes(config), config,
         source,

@@ -228,7 +228,7 @@ def _shape(config: DFlashConfig) -> str:
     rope = ", ".join(f"{name} {value}" for name, value in config.rope_parameters.items())
     rows = [
         ("layers", f"{config.num_hidden_layers}: {attention_in_words(config)}"),
-        ("block", f"{config.block_size}: one anchor, {config.block_size - 1} draft tokens"),
+        ("block", f"{config.block_size}: one anchor, {config.drafts_per_block} draft tokens"),
         ("target layers", f"{config.target_layer_ids} of {config.num_target_layers} (0-based)"),
         ("mask token", config.mask_token_id),
         (
@@ -239,7 +239,7 @@ def _shape(config: DFlashConfig) -> str:
         ("RoPE", f"{rope}; {config.max_position_embeddings} positions"),
         ("dtype", str(config.dtype).removeprefix("torch.")),
         ("draft vocabulary", vocabulary_in_words(config)),
-        ("parts of DFlash 2", parts_in_words(config)),
+        ("further parts", parts_in_words(config)),
     ]
     return "## Shape\n\n" + table(("", ""), rows)
 
@@ -252,12 +252,19 @@ def vocabulary_in_words(config: DFlashConfig) -> str:
 
 
 def parts_in_words(config: DFlashConfig) -> str:
-    """Which parts of DFlash 2 a drafter has."""
+    """Which parts of DFlash 2 or DSpark a drafter has."""
     found = []
     if config.conv_kernel_size is not None:
         found.append(f"convolutions of {config.conv_kernel_size} taps, groups of {config.conv_group_size} channels")
     if config.selector_rank is not None:
         found.append(f"selector of rank {config.selector_rank} over {config.selector_top_k} candidates")
+    if config.markov_rank is not None:
+        found.append(f"{config.markov_head_type} Markov head of rank {config.markov_rank} (DSpark)")
+    if config.confidence_head is not None:
+        inputs = {"hidden": "the position", "hidden+markov": "the position and the token before it"}
+        found.append(f"confidence head, of {inputs[config.confidence_head]}")
+    if config.sample_from_anchor:
+        found.append("the anchor's position drafts too")
     return "; ".join(found) or "none"
 
 

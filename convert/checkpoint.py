@@ -118,6 +118,90 @@ class SomeRows:
         return torch.cat(list(self.pieces()))
 
 
+@dataclass(frozen=True)
+class SpreadRows:
+    """Rows of a tensor at their places among more, the others zero."""
+
+    tensor: Stored | InMemory
+    places: torch.LongTensor
+    count: int
+
+    @property
+    def file(self) -> Path | None:
+        return self.tensor.file
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name
+
+    @property
+    def code(self) -> str:
+        return self.tensor.code
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.count, *self.tensor.shape[1:])
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        step = rows_of_a_piece(self)
+        for start in range(0, self.count, step):
+            stop = min(start + step, self.count)
+            piece = torch.zeros(stop - start, *self.shape[1:], dtype=self.dtype)
+            first, end = torch.searchsorted(self.places, torch.tensor([start, stop])).tolist()
+            if first < end:
+                piece[self.places[first:end] - start] = self.tensor.rows(first, end - first).whole().cpu()
+            yield piece
+
+    def whole(self) -> torch.Tensor:
+        return torch.cat(list(self.pieces()))
+
+
+@dataclass(frozen=True)
+class HeadsReordered:
+    """A tensor whose rows are heads of channels, the channels of each head in another order.
+
+    Args:
+        order: (D,) index of the channel that comes to each place.
+    """
+
+    tensor: Stored | InMemory
+    order: torch.LongTensor
+
+    @property
+    def file(self) -> Path | None:
+        return self.tensor.file
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name
+
+    @property
+    def code(self) -> str:
+        return self.tensor.code
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        size = len(self.order)
+        step = max(rows_of_a_piece(self) // size, 1) * size
+        for start in range(0, self.shape[0], step):
+            rows = self.tensor.rows(start, min(step, self.shape[0] - start)).whole()
+            yield rows.unflatten(0, (-1, size))[:, self.order].flatten(0, 1)
+
+    def whole(self) -> torch.Tensor:
+        return torch.cat(list(self.pieces()))
+
+
 def rows_of_a_piece(tensor: Stored | InMemory) -> int:
     return max(1, PIECE // max(1, math.prod(tensor.shape[1:]) * tensor.dtype.itemsize))
 

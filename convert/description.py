@@ -49,13 +49,16 @@ def describe(drafter: Drafter) -> str:
             f"{config.num_key_value_heads} for keys, MLP {config.intermediate_size}"
             + (", attention biases" if config.attention_bias else ""),
         ),
-        ("block", f"{config.block_size}: one anchor and {config.block_size - 1} mask tokens"),
+        (
+            "block",
+            f"{config.block_size}: one anchor and {config.block_size - 1} mask tokens, for {config.drafts_per_block} draft tokens",
+        ),
         ("target layers", f"{config.target_layer_ids} of {config.num_target_layers} layers, 0-based"),
         ("mask token", f"{config.mask_token_id} of {config.vocab_size} rows"),
         ("RoPE", f"{rope}; {config.max_position_embeddings} positions"),
         ("head", ", ".join(quirks) or "the target's, as it is"),
         ("draft vocabulary", vocabulary_in_words(config)),
-        ("parts of DFlash 2", parts_in_words(config)),
+        ("further parts", parts_in_words(config)),
     ]
     width = max(len(name) for name, _ in rows)
     parts = ["\n".join(f"{name:<{width}}  {value}" for name, value in rows)]

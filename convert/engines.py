@@ -7,7 +7,8 @@ import json
 import shlex
 
 from ..configuration_dflash import DFlashConfig
-from .zlab import parts, unsupported_fields
+from . import dspark
+from .zlab import dspark_parts, parts, unsupported_fields
 
 # Engines that read z-lab's layout, by the word that `dflash-hub export --to` takes.
 TITLES = {"vllm": "vLLM", "sglang": "SGLang", "zlab": "z-lab's package"}
@@ -18,7 +19,8 @@ def serve_command(engine: str, config: DFlashConfig, folder: str) -> str:
     """The command that serves (or, for z-lab's package, runs) the drafter in `folder`, exported for that engine."""
     target, place = shlex.quote(config.target_name_or_path or "TARGET"), shlex.quote(folder)
     if engine == "vllm":
-        speculation = {"method": "dflash", "model": folder, "num_speculative_tokens": config.block_size - 1}
+        method = "dspark" if dspark_parts(config) else "dflash"
+        speculation = {"method": method, "model": folder, "num_speculative_tokens": config.drafts_per_block}
         mixed = len(set(config.layer_types)) > 1
         # Only these attention kernels of vLLM let a slot see the slots after it.
         backend = "" if all(config.block_causal) else " \\\n  --attention-backend flash_attn"
@@ -28,8 +30,9 @@ def serve_command(engine: str, config: DFlashConfig, folder: str) -> str:
         )
     if engine == "sglang":
         return (
-            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH \\\n"
-            f"  --speculative-draft-model-path {place} --speculative-num-draft-tokens {config.block_size}"
+            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm "
+            f"{'DSPARK' if dspark_parts(config) else 'DFLASH'} \\\n"
+            f"  --speculative-draft-model-path {place} --speculative-num-draft-tokens {config.drafts_per_block + 1}"
         )
     if engine == "zlab":
         return f'dflash generate transformers --model {target} --draft {place} "Why is the sky blue?"'
@@ -49,6 +52,8 @@ def blockers(engine: str, config: DFlashConfig) -> list[str]:
 
     A drafter that is served in spite of one would run, and draft badly.
     """
+    if dspark_parts(config):
+        return _dspark_blockers(engine, config)
     found = unsupported_fields(config)
     if engine in ("vllm", "zlab") and len(has := parts(config)) == 2:
         name = next(iter(has))
@@ -61,6 +66,24 @@ def blockers(engine: str, config: DFlashConfig) -> list[str]:
             )
         if config.hidden_act != "silu":
             found.append(f"`hidden_act` is {config.hidden_act!r}; {TITLES[engine]} has only 'silu'")
+    return found
+
+
+def _dspark_blockers(engine: str, config: DFlashConfig) -> list[str]:
+    """The same of a drafter with parts of DSpark."""
+    found, title = dspark.unsupported_fields(config), TITLES[engine]
+    if engine == "zlab":
+        return [f"`{name}` is {value}; {title} has no class for DSpark" for name, value in dspark_parts(config).items()]
+    if config.markov_rank is None:
+        found.append(f"`markov_rank` is not set; {title} needs a Markov head for a drafter of this layout")
+    if engine == "vllm" and config.markov_head_type in ("gated", "rnn"):
+        found.append(
+            f"`markov_head_type` is {config.markov_head_type!r}; {title} takes every Markov head for 'vanilla'"
+        )
+    if engine == "sglang" and not config.sample_from_anchor:
+        found.append(f"`sample_from_anchor` is false; {title} counts the drafts of a block as if it were true")
+    if config.hidden_act != "silu":
+        found.append(f"`hidden_act` is {config.hidden_act!r}; {title} has only 'silu'")
     return found
 
 

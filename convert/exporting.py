@@ -15,8 +15,9 @@ from ..hub_files import write_text
 from .checkpoint import InMemory, SomeRows, write_tensors
 from .engines import TITLES, TYPED, blockers, llamacpp_command, serve_command, warnings_of
 from .gguf_files import FILE_TYPES, SUFFIX, read_gguf_target, unserved_target, write_gguf
-from .names import renamed
+from .names import DRAFTED_ROWS, renamed
 from .reading import LAYOUTS, Target, read_drafter, read_target, target_tensors
+from .zlab import dspark_parts
 
 # What `--to` takes: an engine that reads z-lab's layout, or a layout.
 GOALS = (*TITLES, *(name for name in LAYOUTS if name not in TITLES))
@@ -68,9 +69,9 @@ def export_drafter(
     if to not in GOALS:
         raise ValueError(f"--to {to!r} is none of {', '.join(GOALS)}.")
     _check_destination(to, str(destination), file_type)
-    layout_name = "zlab" if to in TITLES else to
-    layout = LAYOUTS[layout_name]
     drafter = read_drafter(source, target, revision)
+    layout_name = to if to not in TITLES else "dspark" if dspark_parts(drafter.config) else "zlab"
+    layout = LAYOUTS[layout_name]
     if drafter.match.borrowed:
         raise ValueError(
             f"{source!r} carries copies of its target's tensors; `dflash-hub import` it first, which compares them with the "
@@ -96,6 +97,8 @@ def export_drafter(
     kept = drafter.match.drafter
     if "draft_vocab_size" in layout.not_carried:
         kept = {name: tensor for name, tensor in kept.items() if name != "d2t"}
+    if layout_name == "speculators" and config.draft_vocab_size is not None and DRAFTED_ROWS in kept:
+        kept = kept | {DRAFTED_ROWS: SomeRows(kept[DRAFTED_ROWS], drafter.match.listed)}
     tensors = renamed(layout_name, kept | copies)
     usage = _usage(to, config, str(destination))
     title = TITLES.get(to, layout.title)
@@ -211,6 +214,9 @@ def _usage(to: str, config: DFlashConfig, folder: str) -> str:
     target = config.target_name_or_path or "TARGET"
     if to == "speculators":
         return f"vllm serve {shlex.quote(folder)}"
+    if to == "dspark":
+        engine = next((engine for engine in ("vllm", "sglang") if not blockers(engine, config)), None)
+        return serve_command(engine, config, folder) if engine else "# for the classes of NeMo AutoModel and SpecForge"
     if to == "gguf":
         return llamacpp_command(config, folder)
     if to == "transformers":

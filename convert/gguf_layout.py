@@ -9,7 +9,7 @@ import math
 from ..configuration_checks import PARTS
 from ..configuration_dflash import FULL, SLIDING, DFlashConfig, read_config_dict
 from .zlab import NOT_CARRIED as ZLAB_NOT_CARRIED
-from .zlab import SCALES, parts
+from .zlab import SCALES, dspark_parts, parts
 
 ARCHITECTURE = "dflash"
 # Depth and vocabulary come from the target's config, the special tokens in the file are those of the target's tokenizer.
@@ -147,6 +147,7 @@ def unsupported_fields(config: DFlashConfig) -> list[str]:
             f"`block_causal` is {config.block_causal}; it knows one value for all layers, and takes a layout without the value for "
             "bidirectional"
         )
+    found += [f"`{name}` is {value}; it knows no DSpark" for name, value in dspark_parts(config).items()]
     has = parts(config)
     if 0 < len(has) < len(PARTS):
         name = next(iter(has))

@@ -11,13 +11,14 @@ import torch
 from ..configuration_dflash import DFlashConfig
 from ..drafter_vocabulary import check_token_ids, token_ids_of
 from ..modeling_dflash import DFlashDraftModel, DFlashRotaryEmbedding
-from .checkpoint import DTYPES, InMemory, Stored
+from .checkpoint import DTYPES, InMemory, SpreadRows, Stored
 
 # By format, the drafter's names that it spells in another way. All others are the same everywhere.
 RENAMED = {
     "dflash-hub": {},
     "zlab": {},
     "speculators": {},
+    "dspark": {},
     "transformers": {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"},
     "gguf": {
         "hidden_norm.weight": "enc.output_norm.weight",
@@ -66,6 +67,17 @@ ALIASES = {
     f"candidate_selector.{name}.weight": f"candidate_selector.{name}"
     for name in ("predecessor_codebook", "successor_codebook")
 }
+# Of DSpark's heads, in older files of SpecForge's.
+HEADS = [f"markov_head.{name}.weight" for name in ("markov_w1", "markov_w2", "gate_proj", "joint_proj")]
+HEADS += [
+    "markov_head.gate_proj.bias",
+    "markov_head.joint_proj.bias",
+    "confidence_head.proj.weight",
+    "confidence_head.proj.bias",
+]
+ALIASES |= {f"logit_head.{name}": name for name in HEADS}
+# The one table of a Markov head whose rows are the tokens that can be drafted; the other's are those of the target.
+DRAFTED_ROWS = "markov_head.markov_w2.weight"
 # The tokens of a reduced vocabulary once more, as a mask over the target's.
 LISTED_MASK = "t2d"
 # Parts that a drafter has where its config states them.
@@ -73,6 +85,8 @@ STATED_PARTS = {
     "attention_conv": "the convolutions of DFlash 2, but the config states no `conv_kernel_size`",
     "mlp_conv": "the convolutions of DFlash 2, but the config states no `conv_kernel_size`",
     "candidate_selector": "the path selector of DFlash 2, but the config states no `selector_rank`",
+    "markov_head": "DSpark's Markov head, of which the config states no such tensor (`markov_rank`, `markov_head_type`)",
+    "confidence_head": "DSpark's confidence head, but the config states no `confidence_head`",
 }
 
 # Tensors that belong to another network, by a part of their name.
@@ -84,8 +98,6 @@ UNSUPPORTED_TENSORS = {
     "prefix_gru": "Domino's GRU head",
     "embed_proj": "Domino's GRU head",
     "logit_head": "an older Domino or DSpark head",
-    "markov": "DSpark's Markov head",
-    "confidence": "DSpark's confidence head",
     "g_proj": "Laguna's gates on the attention",
     "aux_hidden_norms": "Laguna's norms on the target hidden states",
     "d2t": "the list of a reduced draft vocabulary whose size the config does not state (`draft_vocab_size`)",
@@ -133,6 +145,8 @@ def match(
     Raises:
         ValueError: one is missing, misshaped, of no float type, belongs to another network, or to nothing; all are named.
     """
+    if reduced := layout in ("speculators", "dspark") and config.draft_vocab_size and DRAFTED_ROWS in expected:
+        expected = expected | {DRAFTED_ROWS: (config.draft_vocab_size, config.markov_rank)}
     ours_of = {spelled(layout, ours): ours for ours in (*expected, *BORROWED)}
     found, borrowed, lines, faults, mask = {}, {}, [], [], None
     for full_name, tensor in sorted(tensors.items()):
@@ -180,6 +194,8 @@ def match(
             f"{config.num_hidden_layers} layers with Qwen3's names and the shapes that its config states."
         )
     listed = _listed(found["d2t"], mask, config, source) if "d2t" in found else None
+    if reduced:  # tokens of the text, which are drafted too, have no row there
+        found[DRAFTED_ROWS] = SpreadRows(found[DRAFTED_ROWS], listed, config.vocab_size)
     return Match({name: found[name] for name in expected}, borrowed, lines, listed)
 
 

@@ -5,7 +5,7 @@ Its config states neither the vocabulary nor the depth of the target: both come 
 
 from ..configuration_dflash import DFlashConfig, read_config_dict
 from .zlab import NOT_CARRIED as ZLAB_NOT_CARRIED
-from .zlab import parts, scales
+from .zlab import dspark_parts, parts, scales
 
 MODEL_TYPE = "muse_glimmer_assistant"
 NOT_CARRIED = (*ZLAB_NOT_CARRIED, "vocab_size", "num_target_layers", "attention_dropout", "initializer_range")
@@ -45,7 +45,7 @@ def unsupported_fields(config: DFlashConfig) -> list[str]:
     biases = {"attention_bias": True} if config.attention_bias else {}
     return found + [
         f"`{name}` is {value}; there is no place for it"
-        for name, value in (biases | scales(config) | parts(config)).items()
+        for name, value in (biases | scales(config) | parts(config) | dspark_parts(config)).items()
     ]
 
 

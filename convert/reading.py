@@ -12,7 +12,7 @@ from ..common.files import in_a_line
 from ..common.target_source import TargetSource
 from ..configuration_dflash import DFlashConfig, check_stated, read_config_dict
 from ..hub_files import nonfinite_sentence
-from . import gguf_layout, native, speculators, zlab
+from . import dspark, gguf_layout, native, speculators, zlab
 from .checkpoint import DTYPES, Checkpoint, InMemory, Stored, open_checkpoint, tensors_of
 from .gguf_files import SUFFIX, TARGET_NAMES, InGguf, open_gguf
 from .init import borrowed_names, read_target_config, target_skeleton, weight_files
@@ -42,6 +42,7 @@ def _layout(title: str, module, needs_target: bool) -> Layout:
 LAYOUTS = {
     "speculators": _layout("speculators", speculators, needs_target=True),
     "transformers": _layout("transformers' native class", native, needs_target=True),
+    "dspark": _layout("DSpark's layout", dspark, needs_target=False),
     "zlab": _layout("z-lab's layout", zlab, needs_target=False),
     "gguf": _layout("llama.cpp's GGUF", gguf_layout, needs_target=True),
 }
@@ -124,6 +125,8 @@ def read_drafter(
     except Exception as error:  # transformers and torch raise many kinds for a value that makes no sense
         raise ValueError(f"the config of {source!r} cannot be used: {in_a_line(error)}") from error
     found = match(layout, checkpoint.tensors, expected, drafter_config, source)
+    if layout == "dspark" and dspark.is_interleaved(config):
+        found.drafter = dspark.with_halves(found.drafter, drafter_config)
     # What lies in the file is what counts: the stated type may be another one, or none.
     drafter_config.dtype = _main_dtype(found)
     return Drafter(layout, drafter_config, found, checkpoint)

@@ -6,17 +6,24 @@ them, export writes them from the target's files.
 
 from ..configuration_checks import FULL, PARTS, SLIDING
 from ..configuration_dflash import DFlashConfig, read_config_dict
+from .dspark import FIELDS, heads, stated_heads
 from .zlab import NOT_CARRIED as ZLAB_NOT_CARRIED
-from .zlab import architecture, decoder_config, parts, scales
+from .zlab import architecture, decoder_config, dspark_parts, parts, scales
 
 VERSION = "0.9.0"
+KINDS = ("dflash", "dflash2", "dspark")
+# The package's own defaults for what a file of 'dspark' leaves out.
+DSPARK_DEFAULTS = {
+    "markov_rank": 256, "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True,
+}  # fmt: skip
 # It names the target, but no revision and no mode.
 NOT_CARRIED = tuple(name for name in ZLAB_NOT_CARRIED if name not in ("target_name_or_path", "draft_vocab_size"))
 KNOWN = {
     *PARTS,
+    *FIELDS,
     "architectures", "auto_map", "speculators_model_type", "speculators_version", "speculators_config",
     "transformer_layer_config", "draft_vocab_size", "block_size", "target_hidden_size", "aux_hidden_state_layer_ids",
-    "mask_token_id", "sliding_window_non_causal", "sample_from_anchor", "dtype", "torch_dtype", "transformers_version",
+    "mask_token_id", "sliding_window_non_causal", "dtype", "torch_dtype", "transformers_version",
     "tie_word_embeddings", "has_no_defaults_at_init", "model_type",
 }  # fmt: skip
 
@@ -39,8 +46,10 @@ def read(config: dict, facts) -> dict:
         ValueError: another kind of speculator, or something that is not supported or not stated.
     """
     kind = config.get("speculators_model_type")
-    if kind not in ("dflash", "dflash2"):
-        raise ValueError(f"`speculators_model_type` is {kind!r}; only 'dflash' and 'dflash2' drafters are supported.")
+    if kind not in KINDS:
+        raise ValueError(f"`speculators_model_type` is {kind!r}; supported are {', '.join(KINDS)}.")
+    if kind != "dspark" and (found := [name for name in FIELDS[:4] if config.get(name)]):
+        raise ValueError(f"`speculators_model_type` is {kind!r}, and config.json states {found} of 'dspark'.")
     stated = [name for name in PARTS if config.get(name) is not None]
     if stated != (list(PARTS) if kind == "dflash2" else []):
         raise ValueError(
@@ -78,7 +87,7 @@ def read(config: dict, facts) -> dict:
         raise ValueError(f"`transformer_layer_config` must state `layer_types`, a list, got {layer_types!r}.")
     return read_config_dict(
         decoder
-        | {name: config[name] for name in ("sample_from_anchor", "dtype", *PARTS) if config.get(name)}
+        | {name: config[name] for name in ("dtype", *PARTS) if config.get(name)}
         | {
             "architectures": ["DFlashDraftModel"],
             "draft_vocab_size": config.get("draft_vocab_size", 32000),  # the package's own default
@@ -92,7 +101,41 @@ def read(config: dict, facts) -> dict:
                 "target_layer_ids": [index - 1 for index in layer_ids],
             },
         }
-    )
+    ) | _heads(kind, config)
+
+
+def _heads(kind: str, config: dict) -> dict:
+    """Our fields of DSpark, which a drafter of another kind has none of but the position that drafts first."""
+    from_anchor = _from_anchor(kind, config)
+    if kind != "dspark":
+        return {"sample_from_anchor": from_anchor}
+    stated = {name: config[name] for name in DSPARK_DEFAULTS if config.get(name) is not None}
+    return heads(DSPARK_DEFAULTS | stated | {"sample_from_anchor": from_anchor})
+
+
+def _from_anchor(kind: str, config: dict) -> bool:
+    """Tell whether the anchor's position drafts: as stated, or as many tokens as the writer says that a block drafts.
+
+    Raises:
+        ValueError: neither is there, or the two differ. Readers disagree on what a file without them means.
+    """
+    stated, block = config.get("sample_from_anchor"), config.get("block_size")
+    method = config.get("speculators_config") or {}
+    proposals = method.get("proposal_methods") if isinstance(method, dict) else None
+    drafted = proposals[0].get("speculative_tokens") if proposals and isinstance(proposals[0], dict) else None
+    counted = {block: True, block - 1: False}.get(drafted) if isinstance(block, int) else None
+    if kind != "dspark":
+        return bool(stated)
+    if stated is None and counted is None:
+        raise ValueError(
+            "`sample_from_anchor` is not stated, and `speculative_tokens` does not tell: whether the anchor's position drafts is not "
+            "known, and the drafter would be one token off. State it in config.json."
+        )
+    if None not in (stated, counted) and stated != counted:
+        raise ValueError(
+            f"`sample_from_anchor` is {stated}, but a block of {block} drafts {drafted} tokens (`speculative_tokens`)."
+        )
+    return counted if stated is None else stated
 
 
 def unsupported_fields(config: DFlashConfig) -> list[str]:
@@ -117,15 +160,20 @@ def write(config: DFlashConfig, facts) -> dict:
 
     vLLM takes `sliding_window_non_causal` for all layers, also full ones, so a drafter without sliding layers says true.
     """
-    decoder, kind = decoder_config(config), "dflash2" if parts(config) else "dflash"
+    decoder, kind = (
+        decoder_config(config),
+        "dflash2" if parts(config) else "dspark" if dspark_parts(config) else "dflash",
+    )
     greedy = {
         "proposal_type": "greedy",
-        "speculative_tokens": config.block_size - 1,
+        "speculative_tokens": config.drafts_per_block,
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
     return {
-        "architectures": [architecture(config) if kind == "dflash2" else "DFlashSpeculator"],
+        "architectures": [
+            {"dflash": "DFlashSpeculator", "dflash2": architecture(config), "dspark": "DSparkSpeculator"}[kind]
+        ],
         "speculators_model_type": kind,
         "speculators_version": VERSION,
         "speculators_config": {
@@ -142,6 +190,6 @@ def write(config: DFlashConfig, facts) -> dict:
         "aux_hidden_state_layer_ids": [index + 1 for index in config.target_layer_ids],
         "mask_token_id": config.mask_token_id,
         "sliding_window_non_causal": not any(config.block_causal),
-        "sample_from_anchor": False,
+        **(stated_heads(config) if kind == "dspark" else {"sample_from_anchor": False}),
         "dtype": decoder["dtype"],
     }

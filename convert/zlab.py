@@ -5,7 +5,7 @@ The tensors are those of `DFlashDraftModel`, name by name; only config.json diff
 
 import torch
 
-from ..configuration_checks import PARTS, SLIDING
+from ..configuration_checks import DSPARK, PARTS, SLIDING
 from ..configuration_dflash import DFlashConfig, read_config_dict
 
 # Fields of ours that z-lab's config.json has no place for, or whose place no reader of it looks at. They say how to use a drafter, not what it computes.
@@ -42,6 +42,8 @@ def read(config: dict, facts) -> dict:
 
 def unsupported_fields(config: DFlashConfig) -> list[str]:
     """What z-lab's layout has no way to say, a sentence each."""
+    if found := dspark_parts(config):
+        return [f"`{name}` is {value}; DSpark has a layout of its own (--to dspark)" for name, value in found.items()]
     default = [layer_type == SLIDING for layer_type in config.layer_types]
     if len(set(config.block_causal)) > 1 and config.block_causal != default:
         return [
@@ -70,6 +72,11 @@ def write(config: DFlashConfig, facts) -> dict:
 def parts(config: DFlashConfig) -> dict:
     """The numbers of DFlash 2's parts that a drafter has."""
     return {name: getattr(config, name) for name in PARTS if getattr(config, name) is not None}
+
+
+def dspark_parts(config: DFlashConfig) -> dict:
+    """The fields of DSpark that say something of a drafter."""
+    return {name: getattr(config, name) for name in DSPARK if getattr(config, name)}
 
 
 def architecture(config: DFlashConfig) -> str:

@@ -65,7 +65,7 @@ def test_round_trips_through_every_pair_of_formats(kind, tmp_path, target_folder
     sayable = KINDS[kind][1]
     apart = {name for layout in LAYOUTS.values() for name in layout.not_carried}
     ours_again = {}
-    for to in ("zlab", "speculators", "transformers"):
+    for to in ("zlab", "dspark", "speculators", "transformers"):
         if to not in sayable:
             with pytest.raises(ValueError, match="cannot take this drafter: `"):
                 export_drafter(str(tmp_path / "ours"), tmp_path / to, to, target=target_folder)
@@ -403,7 +403,6 @@ def test_nothing_that_changes_a_draft_is_guessed(layout):
         (lambda c: c.update(draft_vocab_size=32), "missing: d2t"),
         (lambda c: c.pop("draft_vocab_size"), "got 32000"),
         (lambda c: c.update(sliding_window_non_causal=1), "must be true or false"),
-        (lambda c: c.update(sample_from_anchor=True), "sample from anchor"),
         (lambda c: c.update(speculators_model_type="eagle3"), "`speculators_model_type` is 'eagle3'"),
         (lambda c: c.update(aux_hidden_state_layer_ids=[0, 1, 2]), "0, the embeddings, is not supported"),
         (lambda c: c.update(aux_hidden_state_layer_ids=None), "`aux_hidden_state_layer_ids` must be a list"),
@@ -411,7 +410,7 @@ def test_nothing_that_changes_a_draft_is_guessed(layout):
         (lambda c: c.update(mask_token_id=None), "`mask_token_id` is stated neither"),
         (lambda c: c.update(speculators_model_type="dflash2"), r"is 'dflash2' and config.json states \[\]"),
         (lambda c: c.update(selector_rank=8), r"is 'dflash' and config.json states \['selector_rank'\]"),
-        (lambda c: c.update(markov_rank=8), "holds \\['markov_rank'\\]"),
+        (lambda c: c.update(markov_rank=8), r"states \['markov_rank'\] of 'dspark'"),
         (lambda c: c.update(transformer_layer_config=[]), "no `transformer_layer_config`"),
         (lambda c: c["speculators_config"]["verifier"].update(name_or_path="no/such"), "pass --target"),
         (lambda c: c["transformer_layer_config"].update(rope_theta=1.0), "`rope_theta` is stated twice"),
@@ -530,8 +529,8 @@ def test_parts_of_other_networks_are_refused_by_name(name, shape, part, tmp_path
         (lambda c: c.update(use_gemma_norm=True), "multiply by 1"),
         (lambda c: c["dflash_config"].update(projector_type="domino"), "a Domino or DSpark head"),
         (lambda c: c["dflash_config"].update(gru_hidden_dim=64), "Domino's GRU head"),
-        (lambda c: c["dflash_config"].update(markov_rank=8), "DSpark's Markov head"),
-        (lambda c: c["dflash_config"].update(enable_confidence_head=True), "DSpark's confidence head"),
+        (lambda c: c["dflash_config"].update(markov_rank=8), "missing: markov_head"),
+        (lambda c: c["dflash_config"].update(enable_confidence_head=True), "missing: confidence_head"),
         (lambda c: c["dflash_config"].update(shift_label=True), "shifted labels"),
         (lambda c: c.update(dflash_config=[1]), "`dflash_config` must be a dictionary"),
     ),
@@ -679,7 +678,7 @@ def test_several_end_tokens_are_one_too_many_for_transformers(tmp_path):
 @pytest.mark.parametrize("to", [goal for goal in GOALS if goal != "gguf"])
 def test_the_folder_says_how_it_is_used(to, tmp_path, target_folder):
     """Also where its name needs quotes."""
-    drafter_of(tmp_path / "ours", target_name_or_path=target_folder)
+    drafter_of(tmp_path / "ours", "DSpark, vanilla" if to == "dspark" else "plain", target_name_or_path=target_folder)
     out = tmp_path / "it's out"
     done = export_drafter(str(tmp_path / "ours"), out, to)
     assert done.usage in (out / "README.md").read_text()

@@ -159,10 +159,10 @@ def drafter_for(target, block_size: int = 5, **overrides) -> DFlashDraftModel:
 
 
 def with_random_parts(drafter: DFlashDraftModel) -> DFlashDraftModel:
-    """Fill parts of DFlash 2 that a fresh drafter leaves without effect."""
+    """Fill parts of DFlash 2 and DSpark that a fresh drafter leaves without effect."""
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
-            if "_conv." in name or name.startswith("candidate_selector."):
+            if "_conv." in name or name.startswith(("candidate_selector.", "markov_head.", "confidence_head.")):
                 parameter.normal_(std=0.3)
     return drafter
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from helpers.tiny import CONVOLUTION, SELECTOR, tiny_drafter
+from helpers.tiny import CONVOLUTION, DSPARK, SELECTOR, tiny_drafter
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -32,6 +32,14 @@ KINDS = {
     # Five candidates: llama.cpp keeps their scores in a row of hidden states.
     "DFlash 2": (CONVOLUTION | SELECTOR | {"selector_top_k": 5}, {"zlab", "speculators", "gguf"}),
     "selector": (SELECTOR, set()),
+    **{f"DSpark, {kind}": (fields, {"dspark", "speculators"}) for kind, fields in DSPARK.items()},
+    "DSpark, fill-in, sliding": (
+        DSPARK["gated"]
+        | {"sample_from_anchor": False, "confidence_head": "hidden"}
+        | {"layer_types": [SLIDING] * 2, "sliding_window": 8, "block_causal": [False] * 2},
+        {"dspark", "speculators"},
+    ),
+    "anchor-first": ({"sample_from_anchor": True}, {"dspark", "speculators"}),
     "other heads, deeper": (
         {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 24, "block_size": 7},
         {"zlab", "speculators", "transformers", "gguf"},
@@ -40,7 +48,11 @@ KINDS = {
 
 
 # Those that engines read as plain DFlash.
-SERVED = [kind for kind in KINDS if kind not in ("scaled", "DFlash 2", "selector")]
+SERVED = [
+    kind
+    for kind in KINDS
+    if kind not in ("scaled", "selector") and "DFlash 2" not in kind and KINDS[kind][1] & {"zlab"}
+]
 
 
 def drafter_of(folder, kind: str = "plain", dtype=torch.bfloat16, **overrides):

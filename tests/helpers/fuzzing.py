@@ -792,7 +792,7 @@ def configs(draw, family: str, end: int) -> dict:
 
 @st.composite
 def drafters(draw, block_size: int) -> dict:
-    """Overrides of the drafter's config: a list of tokens to draft from, a window, order inside the block, parts of DFlash 2."""
+    """Overrides of the drafter's config: a list of tokens to draft from, a window, order inside the block, parts of DFlash 2 or of DSpark."""
     listed = draw(st.sampled_from([None, None, 1, 20, VOCAB - 1]))
     fields = {} if listed is None else {"draft_vocab_size": listed}
     if draw(st.booleans()):
@@ -802,7 +802,20 @@ def drafters(draw, block_size: int) -> dict:
         fields |= {"conv_kernel_size": draw(st.integers(1, 3)), "conv_group_size": draw(st.sampled_from([1, 4]))}
     if draw(st.integers(0, 2)) == 2:
         fields |= {"selector_rank": 4, "selector_top_k": draw(st.sampled_from([1, 4, 16]))}
+    if not {"conv_kernel_size", "selector_rank"} & set(fields) and draw(st.booleans()):
+        fields |= draw(dspark_heads())
     return fields
+
+
+@st.composite
+def dspark_heads(draw) -> dict:
+    """The same of DSpark: its layout and, each optional, its heads."""
+    fields = {"sample_from_anchor": draw(st.booleans())}
+    kind = draw(st.sampled_from([None, "vanilla", "gated", "rnn"]))
+    if kind is not None:
+        fields |= {"markov_rank": 4, "markov_head_type": kind}
+    sure = draw(st.sampled_from([None, "hidden"] + ["hidden+markov"] * (kind is not None)))
+    return fields if sure is None else fields | {"confidence_head": sure}
 
 
 @st.composite

@@ -24,6 +24,7 @@ from transformers.generation import logits_process
 
 CALLS = {
     "greedy": {"do_sample": False},
+    "greedy, static cache": {"do_sample": False, "cache_implementation": "static"},
     "greedy, processors of the text": {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
     "sampled": {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 0},
     "sampled, processors of the text": {"do_sample": True, "repetition_penalty": 1.2, "temperature": 1.1},
