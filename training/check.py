@@ -140,8 +140,10 @@ def layouts_agree(drafter, target, row: dict) -> list[Finding]:
     trained = blocks(context)
     proposer = DFlashProposer(drafter, target)
     states = list(context[:, :anchor].split(config.hidden_size, dim=-1))
-    generated = proposer.draft_logits(rows.input_ids[:, anchor : anchor + 1], states, config.block_size - 1)[0]
-    logits = proposer.head(trained[-1:, 1:].to(target.dtype)).over_vocabulary(generated.shape[-1])[0]
+    generated = proposer.draft_logits(rows.input_ids[:, anchor : anchor + 1], states, config.drafts_per_block)[0]
+    logits = proposer.head(trained[-1:, -config.drafts_per_block :].to(target.dtype)).over_vocabulary(
+        generated.shape[-1]
+    )[0]
     if not generated.amax(-1).isfinite().all():
         dtype = str(drafter.dtype).removeprefix("torch.")
         return [

@@ -92,16 +92,17 @@ class GreedyCall:
         return self._processed(positions, logits.to(self.sampler.text.ids.device, torch.float32)).argmax(-1)
 
     def walked(
-        self, positions: torch.Tensor, candidates: Candidates, head, previous_tokens: torch.LongTensor
-    ) -> torch.LongTensor:
-        """Choose draft tokens (N,) as `drafts` does, with a head that looks at the tokens (N,) before them."""
+        self, positions: torch.Tensor, candidates: Candidates, head, previous_tokens: torch.LongTensor, state
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """Choose draft tokens (N,) as `drafts` does, with a head that looks at the tokens (N,) before them, and its state there."""
         if self.sampler.of_drafts.processors:
             logits = candidates.over_vocabulary(self.sampler.vocab_size)
             logits = self._processed(positions, logits.to(self.sampler.text.ids.device, torch.float32))
             short = Candidates(logits).top(head.num_candidates)
         else:
             short = candidates.top(head.num_candidates)
-        return head.follow(short, candidates.hidden_states, previous_tokens[:, None]).best()[:, 0]
+        followed = head.follow(short, candidates.hidden_states, previous_tokens[:, None], state)
+        return followed.best()[:, 0], followed.state
 
     def _processed(self, positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Process draft logits (N, V) for `positions` (N,): scores (N, V)."""
@@ -131,7 +132,7 @@ def replay(
     Raises:
         ValueError: see `GreedyCall.of`.
     """
-    slots, limits = drafter.config.block_size - 1, PassLimits(target)
+    slots, limits = drafter.config.drafts_per_block, PassLimits(target)
     replayed, forced, first = Speculation([], [], []), [], []
     for row in rows:
         call = GreedyCall.of(target, row)
@@ -168,7 +169,7 @@ def right_drafts(
     """
     batch, config = single_row(row, target.device), drafter.config
     rows = rows_of(batch)
-    context = row_context(target, batch, layer_ids or config.target_layer_ids)
+    context, drafted = row_context(target, batch, layer_ids or config.target_layer_ids), config.drafts_per_block
     head = make_head(drafter, target, embedding_rows(target))
     head = path_head(drafter, head) if walked else head
     if head.reads_text:
@@ -178,12 +179,12 @@ def right_drafts(
     for anchors in possible.split(blocks_at_once):
         anchors = anchors[None]
         valid = torch.ones_like(anchors, dtype=torch.bool)
-        hidden = denoise(drafter, config, target, rows, context, anchors, valid)[0, :, 1:]  # (N, K - 1, H)
-        labels, supervised = block_labels(rows, anchors, valid, config.block_size)
+        hidden = denoise(drafter, config, target, rows, context, anchors, valid)[0, :, -drafted:]  # (N, drafted, H)
+        labels, supervised = block_labels(rows, anchors, valid, drafted + 1)
         count = torch.zeros_like(anchors[0])
         # Slot by slot, where all before it were right: the head costs most, and few blocks go far.
-        alive = torch.arange(len(hidden), device=hidden.device)
-        for slot in range(config.block_size - 1):
+        alive, state = torch.arange(len(hidden), device=hidden.device), None
+        for slot in range(drafted):
             if len(alive) == 0:
                 break
             places = Places(torch.zeros_like(alive), anchors[0, alive])
@@ -191,11 +192,12 @@ def right_drafts(
             finite = candidates.logits.amax(-1).isfinite()  # generation drafts nothing where they are not
             if head.looks_back:  # all before this one were right, so the walk comes here over the text's own tokens
                 before = rows.input_ids[0, anchors[0, alive] + slot]
-                drafts = call.walked(anchors[0, alive] + slot + 1, candidates, head, before)
+                drafts, state = call.walked(anchors[0, alive] + slot + 1, candidates, head, before, state)
             else:
                 drafts = call.drafts(anchors[0, alive] + slot + 1, candidates)
             right = (drafts.to(labels.device) == labels[0, alive, slot]) & finite.to(labels.device)
-            alive = alive[right & supervised[0, alive, slot]]
+            right &= supervised[0, alive, slot]
+            alive, state = alive[right], None if state is None else state[right.to(state.device)]
             count[alive] += 1
         counts += count.tolist()
     return counts
@@ -215,7 +217,7 @@ def generate(target, drafter, prompts: list[list[int]], max_new_tokens: int) -> 
         input_ids = torch.tensor([ids], device=target.device)
         target.generate(
             input_ids=input_ids, attention_mask=torch.ones_like(input_ids), assistant_model=drafter, do_sample=False,
-            max_new_tokens=max_new_tokens, num_assistant_tokens=drafter.config.block_size - 1,
+            max_new_tokens=max_new_tokens, num_assistant_tokens=drafter.config.drafts_per_block,
         )  # fmt: skip
         of_prompt = drafter.last_speculation
         result.acceptance_lengths += of_prompt.acceptance_lengths

@@ -56,7 +56,7 @@ from .losses import BlockLoss, SelectorLoss, gamma_of
 from .options import TrainOptions, resolved, with_new_names
 from .record import check_recordable, longest_trained, training_record, training_result
 from .responses import iterate_responses, responses_at, text_settings
-from .trainer import DFlashTrainer, check_whole, checkpoint_activations, evaluate
+from .trainer import DFlashTrainer, check_method, check_whole, checkpoint_activations, evaluate
 from .trial import forecast_training
 from .vocabulary import Vocabulary, frequent_tokens
 
@@ -175,6 +175,7 @@ def plan_run(options: TrainOptions, resume: bool = False) -> Run:
     config.target_rows = encoded_rows(target, config.vocab_size)
     if has_thinking_modes(tokenizer):
         config.target_thinking = options.thinking
+    check_method(config)
     gamma = gamma_of(options.loss, options.gamma, config.block_size)
     loss = BlockLoss(options.loss, gamma or None)
     if loss.needs_teacher:

@@ -11,6 +11,7 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
+from ..convert.zlab import dspark_parts
 from ..drafter_paths import path_head
 from ..drafter_vocabulary import Places, make_head
 from ..hub_files import check_finite
@@ -104,6 +105,18 @@ def check_whole(target: PreTrainedModel):
         )
 
 
+def check_method(config):
+    """Refuse to train a drafter of DSpark, whose losses and layout are others.
+
+    Raises:
+        ValueError: names its parts.
+    """
+    if found := dspark_parts(config):
+        raise ValueError(
+            f"training a drafter of DSpark ({', '.join(found)}) is not supported; it drafts, imports and exports."
+        )
+
+
 class DFlashTrainer(Trainer):
     """Trains `drafter` on answers of `target`, whose weights stay as they are.
 
@@ -139,6 +152,7 @@ class DFlashTrainer(Trainer):
         **kwargs,
     ):
         check_whole(target)
+        check_method(drafter.config)
         super().__init__(
             drafter, args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=validation, **kwargs
         )
