@@ -128,7 +128,7 @@ def test_training_moves_all_parts_and_replay_walks_as_generation(tmp_path):
     likeliest = evaluation.replay(target, drafter, answers, walked=False)[0]
     assert likeliest.accepted != real.accepted  # the selector took part
     (found,) = [f for f in acceptance(drafter, target, answers, prompts, 24, [], None) if f.name == "selector"]
-    assert f"tau {replayed.tau:.2f}; {likeliest.tau:.2f} without it" in found.detail
+    assert f"acceptance length {replayed.tau:.2f}; {likeliest.tau:.2f} without it" in found.detail
     with torch.no_grad():
         drafter.candidate_selector.successor_codebook.zero_()
     assert evaluation.replay(target, drafter, answers)[0].accepted == likeliest.accepted
