@@ -40,7 +40,7 @@ test-oldest: .venv-oldest/.test
 		tests/hub/test_configuration_dflash.py tests/hub/test_modeling_dflash.py tests/hub/test_generation_dflash.py \
 		tests/hub/test_decode_choice.py tests/hub/test_native_route.py tests/hub/test_remote_code.py tests/hub/test_families.py tests/convert/test_adopting.py
 
-# Both ends of the supported versions, and older ones that must be refused: needs python3.11 and python3.13.
+# Releases of transformers, torch and Python that are supported, and older ones that must be refused: needs python3.11 and python3.13.
 versions:
 	$(PYTHON) tests/helpers/versions.py
 

@@ -6,10 +6,12 @@ Each command is a thin layer over a function elsewhere; heavy imports wait until
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from ..common.console import command_line, interruptible, run_plainly, typed_command
 from ..common.files import refuse_other_content, writing
@@ -18,8 +20,24 @@ from ..common.target_source import TargetName, TargetRevision, TrustRemoteCode
 from . import training as commands
 from .options import License, source_or_default, target_source
 
+
+class Commands(TyperGroup):
+    """Our commands: Ctrl-C ends each with a sentence; long ones say more by `interruptible`."""
+
+    def invoke(self, context):
+        try:
+            return super().invoke(context)
+        except KeyboardInterrupt:
+            print(
+                f"\ndflash-hub: stopped in {context.invoked_subcommand}; no file is left half written. "
+                f"Run it again with: {typed_command()}", file=sys.stderr,
+            )  # fmt: skip
+            sys.exit(130)
+
+
 app = typer.Typer(
-    help="DFlash drafters for transformers: several tokens per target pass, the same text.",
+    cls=Commands,
+    help="DFlash drafters for transformers: several tokens per forward pass of the target, the same text.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,

@@ -90,6 +90,12 @@ def test_the_readme_shows_the_snippet_and_the_results_first_and_is_short():
     assert words_of(README) <= 700
 
 
+def test_pictures_of_the_readme_show_wherever_it_is_read():
+    """An index or a card shows the page alone, without the repository's files."""
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)\s]+)|<img[^>]+src=[\"']([^\"']+)", README)
+    assert all(address.startswith("https://") for address in map("".join, pictures)), pictures
+
+
 def test_how_to_pages_are_short_and_hold_no_provenance():
     assert words_of((ROOT / "docs/training.md").read_text(encoding="utf-8")) <= 900
     for page in PAGES:

@@ -131,6 +131,16 @@ def test_text_goes_to_stdout_and_numbers_to_stderr(command, tmp_path):
         assert same[:2] == (0, text) and "tokens/s" not in same[2]
 
 
+def test_ctrl_c_says_where_a_short_command_stopped(command):
+    class Interrupted(io.StringIO):
+        def read(self, *size):
+            raise KeyboardInterrupt
+
+    status, out, err = command("--quiet", stdin=Interrupted())
+    assert status == 130 and not out and "Aborted" not in err
+    assert "stopped in generate; no file is left half written. Run it again with: dflash-hub generate" in err
+
+
 def test_json_has_a_line_an_answer(command):
     _, turns, _ = command("--json", "How many?", "And then?")
     _, chat, _ = command("--json", "--chat", stdin="How many?\n\nAnd then?\n")
