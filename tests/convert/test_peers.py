@@ -24,7 +24,8 @@ from dflash_hub.drafter_vocabulary import make_head, token_ids_of
 from helpers import engine_rules
 from helpers.families import with_some_tokens
 from helpers.formats import SERVED, drafter_of
-from helpers.tiny import CONVOLUTION, ROOT, SELECTOR, tiny_drafter, tiny_target
+from helpers.scripted import Instead
+from helpers.tiny import CONVOLUTION, DSPARK, ROOT, SELECTOR, tiny_drafter, tiny_target
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, dynamic_module_utils
 
@@ -148,6 +149,51 @@ def test_dflash_2_computes_and_walks_as_other_packages_do(package, tmp_path):
         path = walk(head, head(hidden[:, 1:]), inputs["anchor"], MostLikely).tokens
     if package == "zlab":
         assert path.equal(theirs["path"])
+
+
+@pytest.mark.parametrize("kind", DSPARK)
+def test_dspark_computes_and_walks_as_nemo_does(kind, tmp_path):
+    if not PEERS.exists():
+        pytest.skip(f"NeMo's package is not installed at {PEERS}; run `make peers`")
+    drafter, target = tiny_drafter(**DSPARK[kind]), tiny_target("llama")
+    drafter.save_pretrained(tmp_path / "ours")
+    export_drafter(str(tmp_path / "ours"), tmp_path / "out", "dspark")
+    inputs = {
+        "block": torch.randn(2, 5, 32), "context": torch.randn(2, 9, 96), "anchor": torch.tensor([[3], [4]]),
+        "head": target.get_output_embeddings().weight.detach(),
+    }  # fmt: skip
+    torch.save(inputs, tmp_path / "inputs.pt")
+    script = ROOT / "tests" / "helpers" / "dspark_forward.py"
+    command = [PEERS, script, tmp_path / "out", tmp_path / "inputs.pt", tmp_path / "outputs.pt"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    theirs = torch.load(tmp_path / "outputs.pt")
+    with torch.no_grad():
+        hidden = drafter(inputs["block"], inputs["context"]).last_hidden_state
+        torch.testing.assert_close(hidden, theirs["hidden"], rtol=1e-4, atol=1e-4)
+        head = path_head(drafter, TargetHead(drafter.config, target.get_output_embeddings()))
+        whole = Instead(head, num_candidates=97)  # theirs walks the whole vocabulary
+        draft = walk(whole, head(hidden), inputs["anchor"], MostLikely)
+    assert draft.tokens.equal(theirs["path"])
+    torch.testing.assert_close(draft.confidence.exp(), theirs["confidence"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", DSPARK)
+def test_the_speculators_package_loads_and_saves_dspark(kind, tmp_path):
+    if not SPECULATORS.exists():
+        pytest.skip(f"the speculators package is not installed at {SPECULATORS}; run `make peers`")
+    drafter = tiny_drafter(**DSPARK[kind])
+    tiny_target("llama").save_pretrained(tmp_path / "target")
+    drafter.save_pretrained(tmp_path / "ours")
+    export_drafter(str(tmp_path / "ours"), tmp_path / "out", "speculators", target=str(tmp_path / "target"))
+    command = [SPECULATORS, ROOT / "tests" / "helpers" / "speculators_dspark.py", tmp_path / "out", tmp_path / "saved"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    import_drafter(str(tmp_path / "saved"), tmp_path / "back", target=str(tmp_path / "target"))
+    back, config = load_file(tmp_path / "back" / "model.safetensors"), DFlashConfig.from_pretrained(tmp_path / "back")
+    assert {*back} == {*drafter.state_dict()}
+    assert all(back[name].equal(tensor) for name, tensor in drafter.state_dict().items())
+    assert all(getattr(config, name) == value for name, value in DSPARK[kind].items())
 
 
 @pytest.mark.parametrize(
