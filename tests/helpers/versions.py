@@ -28,7 +28,9 @@ LOAD = "import sys, transformers; transformers.AutoModel.from_pretrained(sys.arg
 
 def environment(python: str, torch: str, transformers: str) -> Path:
     """Make an environment, or take that of an earlier row, and put this transformers into it; returns its interpreter."""
-    folder = ROOT / ".venv-versions" / f"{python}-{torch}"
+    # Of older releases each has its own: pip leaves files behind between releases that are far apart.
+    apart = "" if is_supported(transformers) else f"-{transformers}"
+    folder = ROOT / ".venv-versions" / f"{python}-{torch}{apart}"
     interpreter = folder / "bin" / "python"
     if not (folder / "made").exists():
         shutil.rmtree(folder, ignore_errors=True)
