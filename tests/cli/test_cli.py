@@ -100,7 +100,7 @@ def run_lines(command: str, folder: Path):
         assert done.returncode == 0, f"{arguments}: {done.stderr}"
         for following in re.findall("^next: dflash-hub (.*)$", done.stdout, re.M):
             again = shlex.split(following)
-            if again[0] in ("push", "bench") and "--dry-run" not in again:  # an upload and a measurement are only read
+            if again[0] in ("push", "bench", "train") and "--dry-run" not in again:  # long ones are only read
                 typer.main.get_command(app).commands[again[0]].make_context(again[0], again[1:]).close()
                 continue
             done = run(*again, entry=[sys.executable, "-m", "dflash_hub"], cwd=folder)
