@@ -270,7 +270,9 @@ def test_what_llamacpp_computes_in_another_way_is_refused(tmp_path, target):
         "bias, yarn": "`attention_bias` is true",
         "mixed": "`block_causal` is",
         "selector": "`selector_rank` is 4 without the other part",
+        "anchor-first": "`sample_from_anchor` is True; it knows no DSpark",
     }
+    cases |= {kind: "`markov_rank` is 4; it knows no DSpark" for kind in KINDS if kind.startswith("DSpark")}
     assert set(KINDS) == {*SAYABLE, *cases}
     more = {
         "its converter knows only 'silu'": {"hidden_act": "gelu"},
