@@ -276,7 +276,7 @@ def export(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A drafter: repository or folder.")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="Folder to write; of gguf a file.")],
     to: Annotated[
-        str, typer.Option(help="zlab, vllm, sglang, speculators, transformers or gguf (llama.cpp).")
+        str, typer.Option(help="zlab, vllm, sglang, dspark, speculators, transformers or gguf (llama.cpp).")
     ] = "zlab",
     target: Annotated[
         str | None,
