@@ -117,11 +117,11 @@ class Speculation:
         return sum(map(sum, self.accepted))
 
     @property
-    def slot_acceptance(self) -> list[float]:
-        """For slot k = 1, 2, ...: of the rounds that drafted slot k, the share whose slots 1 to k were all accepted."""
+    def position_acceptance(self) -> list[float]:
+        """For draft position k = 1, 2, ...: of the rounds that drafted it, the share whose positions 1 to k were all accepted."""
         rounds, shares = self._rounds(), []
-        for slot in range(1, max((drafted for _, drafted, _ in rounds), default=0) + 1):
-            shares.append(_mean([accepted >= slot for _, drafted, accepted in rounds if drafted >= slot]))
+        for position in range(1, max((drafted for _, drafted, _ in rounds), default=0) + 1):
+            shares.append(_mean([accepted >= position for _, drafted, accepted in rounds if drafted >= position]))
         return shares
 
     def _rounds(self) -> list[tuple[int, int, int]]:
@@ -152,7 +152,9 @@ class Speculation:
             figures["tree_nodes"] = sum(map(sum, self.nodes))
             figures["tree_rounds_with_branch"] = self.branched_rounds
             figures["tree_tokens"], figures["tree_tokens_predicted"] = self.tree_tokens, self.predicted_tokens
-        return figures | {f"acceptance_position_{k}": share for k, share in enumerate(self.slot_acceptance, start=1)}
+        return figures | {
+            f"acceptance_position_{k}": share for k, share in enumerate(self.position_acceptance, start=1)
+        }
 
     def summary(self) -> str:
         """Say in a few lines what the call did: tokens, forward passes, rounds, acceptance, and why nothing was drafted."""
@@ -174,7 +176,7 @@ class Speculation:
             lines += [
                 f"acceptance length: {self.drafted_acceptance_length:.2f} over rounds with draft tokens, {self.tau:.2f} over all",
                 f"draft tokens: {self.num_accepted} of {self.num_drafted} accepted ({figures['acceptance_rate']:.0%})",
-                "accepted up to position 1, 2, ...: " + " ".join(f"{share:.2f}" for share in self.slot_acceptance),
+                "accepted up to position 1, 2, ...: " + " ".join(f"{share:.2f}" for share in self.position_acceptance),
             ]
         if self.tree_tokens:
             lines.append(

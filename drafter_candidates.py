@@ -239,7 +239,7 @@ class DFlashProposer:
         """Build masks and positions (B, C + K) of rows that hold different numbers of tokens.
 
         A row's old context ends at the last of the P cached columns; of its new columns the last `behind` (B, 1) are not real.
-        What a slot sees is decided by positions, as it would be in that row alone.
+        What a draft position sees is decided by positions, as it would be in that row alone.
         """
         config, past = self.drafter.config, self.cache.get_seq_length()
         column = torch.arange(past + new + self.block_size, device=seen.device)

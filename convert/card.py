@@ -269,7 +269,7 @@ def parts_in_words(config: DFlashConfig) -> str:
 
 
 def attention_in_words(config: DFlashConfig) -> str:
-    """Which layers slide, and which let a slot see only the slots before it."""
+    """Which layers slide, and which let a draft position see only those before it."""
     kinds = Counter(zip(config.layer_types, config.block_causal))
     return ", ".join(
         f"{count} {f'sliding (window {config.sliding_window})' if kind == SLIDING else 'full'}, "
@@ -301,11 +301,13 @@ def _evaluation(record: dict) -> list[str]:
     evaluation = record["result"].get("evaluation")
     if not evaluation:
         return []
-    slots = ", ".join(f"{share:.2f}" for share in evaluation["acceptance_by_slot"])
+    # 0.1.0 wrote the second name.
+    by_position = evaluation.get("acceptance_by_position") or evaluation["acceptance_by_slot"]
+    shares = ", ".join(f"{share:.2f}" for share in by_position)
     return [
         f"At the end of training, on {evaluation['prompts']} validation prompts, {evaluation['max_new_tokens']} new tokens "
         f"each, greedy: acceptance length {evaluation['acceptance_length']:.2f} tokens a round, the target's own "
-        f"included; acceptance by slot {slots}. {_provenance(record['environment'])}"
+        f"included; acceptance by draft position {shares}. {_provenance(record['environment'])}"
     ]
 
 

@@ -22,7 +22,7 @@ def serve_command(engine: str, config: DFlashConfig, folder: str) -> str:
         method = "dspark" if dspark_parts(config) else "dflash"
         speculation = {"method": method, "model": folder, "num_speculative_tokens": config.drafts_per_block}
         mixed = len(set(config.layer_types)) > 1
-        # Only these attention kernels of vLLM let a slot see the slots after it.
+        # Only these attention kernels of vLLM let a draft position see those after it.
         backend = "" if all(config.block_causal) else " \\\n  --attention-backend flash_attn"
         return (
             f"{'VLLM_USE_V2_MODEL_RUNNER=1 ' if mixed else ''}vllm serve {target} \\\n"

@@ -165,8 +165,8 @@ def run_variant(variant: Variant, base: TrainOptions, target, training, validati
     return {
         "steps": steps, "seconds": round(spent), "tau": round(speculation.tau, 3),
         "error": round(statistics.stdev(by_answer) / len(by_answer) ** 0.5, 3),
-        "slots": [round(share, 3) for share in speculation.slot_acceptance],
-        "first_slot_right": round(first, 3),
+        "positions": [round(share, 3) for share in speculation.position_acceptance],
+        "position_1_accuracy": round(first, 3),
         "parameters": sum(p.numel() for p in served.parameters()),
         "drafter_passes_a_round": getattr(served, "passes_a_round", 1),
     }  # fmt: skip
@@ -174,13 +174,13 @@ def run_variant(variant: Variant, base: TrainOptions, target, training, validati
 
 def table(results: list[dict]) -> str:
     lines = [
-        "| variant | tau | slots 1 to 3 accepted | first slot right, all anchors | steps | seconds |",
+        "| variant | tau | positions 1 to 3 accepted | position-1 accuracy, all anchors | steps | seconds |",
         "|---|---|---|---|---|---|",
     ]
     for r in results:
-        slots = " ".join(f"{share:.2f}" for share in r["slots"][:3])
+        positions = " ".join(f"{share:.2f}" for share in r["positions"][:3])
         lines.append(
-            f"| {r['variant']} | {r['tau']:.2f} ± {r['error']:.2f} | {slots} | {r['first_slot_right']:.2f} | {r['steps']} | "
+            f"| {r['variant']} | {r['tau']:.2f} ± {r['error']:.2f} | {positions} | {r['position_1_accuracy']:.2f} | {r['steps']} | "
             f"{r['seconds']} |"
         )
     return "\n".join(lines) + "\n"

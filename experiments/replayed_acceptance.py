@@ -56,10 +56,10 @@ def main(
         records = [{"id": row["id"], "rounds": r} for row, r in zip(rows, speculation.acceptance_lengths)]
         tau = over_prompts(records, lambda record: record["id"], acceptance_length_of)
         taus.append(tau[0])
-        shares.append(speculation.slot_acceptance)
-        slots = " ".join(f"{share:.2f}" for share in shares[-1])
-        lines.append([folder.name, len(rows), interval(tau), f"{first:.2f}", slots])
-    head = ["set", "answers", "tau", "first slot right, all anchors", "slots 1 to k accepted"]
+        shares.append(speculation.position_acceptance)
+        positions = " ".join(f"{share:.2f}" for share in shares[-1])
+        lines.append([folder.name, len(rows), interval(tau), f"{first:.2f}", positions])
+    head = ["set", "answers", "tau", "position-1 accuracy, all anchors", "positions 1 to k accepted"]
     typer.echo(table(head, [*lines, ["mean", "", f"{sum(taus) / len(taus):.2f}", "", ""]]))
     prior = acceptance_prior([statistics.mean(by_set) for by_set in zip(*shares)])
     typer.echo(f'\n"acceptance_prior": {prior}')

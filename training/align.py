@@ -84,7 +84,8 @@ def align(options: TrainOptions, output: Path, command: str) -> str:
             write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
         write_card(folder)
     trained = ((read_record(options.drafter) or {}).get("result") or {}).get("evaluation") or {}
-    trained |= {f"acceptance_slot_{k}": share for k, share in enumerate(trained.get("acceptance_by_slot", []), start=1)}
+    by_position = trained.get("acceptance_by_position") or trained.get("acceptance_by_slot", [])  # as 0.1.0 wrote it
+    trained |= {f"acceptance_position_{k}": share for k, share in enumerate(by_position, start=1)}
     report = write_report(trained, before, after, better, options, command)
     write_text(output / "report.md", report)
     write_text(
@@ -107,12 +108,12 @@ def write_report(trained: dict, before: dict, after: dict, better: bool, options
     names = {
         "acceptance_length": "acceptance length, real generation",
         "replayed_acceptance_length": "acceptance length, replayed over all validation responses",
-        "first_slot_right": "position-1 accuracy, all anchors",
+        "position_1_accuracy": "position-1 accuracy, all anchors",
     }
     names |= {
         name: f"positions 1 to {name.rsplit('_', 1)[1]} accepted"
         for name in before
-        if name.startswith("acceptance_slot_")
+        if name.startswith("acceptance_position_")
     }
     lines = ["| on validation prompts | with the old target, when trained | before | after |", "|---|---|---|---|"]
     lines += [

@@ -91,8 +91,8 @@ def block_ids(rows: Rows, anchors: torch.LongTensor, block_size: int, mask_token
 
 def block_positions(rows: Rows, anchors: torch.LongTensor, block_size: int) -> torch.LongTensor:
     """(B, S + N * K) positions of context and blocks; a block's continue those before its anchor."""
-    slots = torch.arange(block_size, device=anchors.device)
-    blocks = rows.position_ids.gather(1, anchors)[:, :, None] + slots
+    offsets = torch.arange(block_size, device=anchors.device)
+    blocks = rows.position_ids.gather(1, anchors)[:, :, None] + offsets
     return torch.cat([rows.position_ids, blocks.flatten(1)], dim=1)
 
 
@@ -101,7 +101,7 @@ class Visibility:
 
     Args:
         window: W of a sliding layer, by position, as in generation: `|q - k| < W`.
-        causal: whether a slot sees only the slots up to itself inside its block.
+        causal: whether a token of a block sees only those up to itself in it.
     """
 
     def __init__(self, rows: Rows, anchors, valid, block_size: int, window: int | None, causal: bool):
@@ -109,18 +109,18 @@ class Visibility:
         self.anchors, self.valid, self.documents = anchors, valid, rows.document_ids
 
     def __call__(self, b, h, q, kv):
-        block, slot = q // self.block_size, q % self.block_size
+        block, offset = q // self.block_size, q % self.block_size
         anchor = self.anchors[b, block]
         column = torch.clamp(kv, max=self.length - 1)
         in_context = (kv < self.length) & self.valid[b, block]
         # Strictly before the anchor: its own features come with the pass that verifies this block.
         in_context = in_context & (kv < anchor) & (self.documents[b, column] == self.documents[b, anchor])
-        own = kv - self.length - block * self.block_size  # slot of the key, if it lies in the query's block
+        own = kv - self.length - block * self.block_size  # offset of the key, if it lies in the query's block
         # A block of padding sees itself too: a query that sees nothing is a nan.
         in_block = (kv >= self.length) & (own >= 0) & (own < self.block_size)
         # Inside a document positions and indices differ by a constant.
-        in_context = in_context & reaches(anchor + slot, kv, self.window, causal=False)
-        in_block = in_block & reaches(slot, own, self.window, self.causal)
+        in_context = in_context & reaches(anchor + offset, kv, self.window, causal=False)
+        in_block = in_block & reaches(offset, own, self.window, self.causal)
         return in_context | in_block
 
     def dense(self) -> torch.Tensor:

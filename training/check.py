@@ -225,7 +225,7 @@ def acceptance(drafter, target, rows, prompt_ids, max_new_tokens, findings, reco
     if not any(speculation.acceptance_lengths):
         return [Finding("acceptance", None, "every answer ended at once; pass other --prompts")]
     recorded = ((record or {}).get("result", {}).get("evaluation") or {}).get("acceptance_length")
-    shares = " ".join(f"{share:.2f}" for share in speculation.slot_acceptance)
+    shares = " ".join(f"{share:.2f}" for share in speculation.position_acceptance)
     detail = f"acceptance length {speculation.tau:.2f} over {len(prompt_ids)} prompts; by position {shares}"
     if recorded:
         detail += f"; {recorded:.2f} when it was trained"

@@ -132,7 +132,7 @@ def replay(
     Raises:
         ValueError: see `GreedyCall.of`.
     """
-    slots, limits = drafter.config.drafts_per_block, PassLimits(target)
+    most, limits = drafter.config.drafts_per_block, PassLimits(target)
     replayed, forced, first = Speculation([], [], []), [], []
     for row in rows:
         call = GreedyCall.of(target, row)
@@ -141,7 +141,7 @@ def replay(
         rounds, anchor = [], 0
         while anchor < last:
             # At a limit on length, the target itself adds the last token; at an end token it may be a draft.
-            left = slots if call.limit is None else min(slots, call.limit - anchor - 2)
+            left = most if call.limit is None else min(most, call.limit - anchor - 2)
             drafted = limits.most_drafts(len(row["prompt_ids"]) + anchor, max(left, 0))
             accepted = min(right[anchor], drafted)
             added = min(accepted + 1, last - anchor)
@@ -182,30 +182,30 @@ def right_drafts(
         hidden = denoise(drafter, config, target, rows, context, anchors, valid)[0, :, -drafted:]  # (N, drafted, H)
         labels, supervised = block_labels(rows, anchors, valid, drafted + 1)
         count = torch.zeros_like(anchors[0])
-        # Slot by slot, where all before it were right: the head costs most, and few blocks go far.
+        # Position by position, where all before it were right: the head costs most, and few blocks go far.
         alive, state = torch.arange(len(hidden), device=hidden.device), None
-        for slot in range(drafted):
+        for offset in range(drafted):
             if len(alive) == 0:
                 break
             places = Places(torch.zeros_like(alive), anchors[0, alive])
-            candidates = head(hidden[alive, slot].to(target.dtype), places)  # (alive, C)
+            candidates = head(hidden[alive, offset].to(target.dtype), places)  # (alive, C)
             finite = candidates.logits.amax(-1).isfinite()  # generation drafts nothing where they are not
             if head.looks_back:  # all before this one were right, so the walk comes here over the text's own tokens
-                before = rows.input_ids[0, anchors[0, alive] + slot]
-                drafts, state = call.walked(anchors[0, alive] + slot + 1, candidates, head, before, state)
+                before = rows.input_ids[0, anchors[0, alive] + offset]
+                drafts, state = call.walked(anchors[0, alive] + offset + 1, candidates, head, before, state)
             else:
-                drafts = call.drafts(anchors[0, alive] + slot + 1, candidates)
-            right = (drafts.to(labels.device) == labels[0, alive, slot]) & finite.to(labels.device)
-            right &= supervised[0, alive, slot]
+                drafts = call.drafts(anchors[0, alive] + offset + 1, candidates)
+            right = (drafts.to(labels.device) == labels[0, alive, offset]) & finite.to(labels.device)
+            right &= supervised[0, alive, offset]
             alive, state = alive[right], None if state is None else state[right.to(state.device)]
             count[alive] += 1
         counts += count.tolist()
     return counts
 
 
-def acceptance_prior(slot_acceptance: list[float]) -> list[float]:
-    """Return what `DFlashConfig.acceptance_prior` holds, from `Speculation.slot_acceptance`."""
-    reached = [1.0, *slot_acceptance]
+def acceptance_prior(position_acceptance: list[float]) -> list[float]:
+    """Return what `DFlashConfig.acceptance_prior` holds, from `Speculation.position_acceptance`."""
+    reached = [1.0, *position_acceptance]
     return [round(later / earlier, 2) for earlier, later in itertools.pairwise(reached) if earlier]
 
 

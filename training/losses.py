@@ -1,10 +1,10 @@
 """What a block is scored by, and the target's head applied in chunks.
 
-A slot's cross-entropy is weighted, since the first error ends a round: by `exp(-(k - 1) / gamma)` for slot k (paper,
-section 4.2, equation 4), or by D-PACE (arXiv 2605.18810), which takes the drafter's own probabilities of reaching a slot.
+A draft position's cross-entropy is weighted, since the first error ends a round: by `exp(-(k - 1) / gamma)` for position k (paper,
+section 4.2, equation 4), or by D-PACE (arXiv 2605.18810), which takes the drafter's own probabilities of reaching a position.
 `kl` and `tv` learn the target's distribution instead of its token (total variation is what sampling rejects).
 
-Legend of shapes: M blocks, L = K - 1 drafted slots, V vocabulary, H hidden.
+Legend of shapes: M blocks, L = K - 1 draft positions, V vocabulary, H hidden.
 """
 
 from collections.abc import Callable
@@ -30,17 +30,17 @@ def gamma_of(kind: str, gamma: float | None, block_size: int) -> float | None:
     return default_gamma(block_size) if gamma is None and kind != "dpace" else gamma
 
 
-def slot_weights(num_slots: int, gamma: float | None, device) -> torch.Tensor:
+def position_weights(num_positions: int, gamma: float | None, device) -> torch.Tensor:
     """(L,) weights `exp(-(k - 1) / gamma)`, k = 1..L; uniform where gamma is None."""
     if gamma is None:
-        return torch.ones(num_slots, device=device)
-    return torch.exp(-torch.arange(num_slots, device=device) / gamma)
+        return torch.ones(num_positions, device=device)
+    return torch.exp(-torch.arange(num_positions, device=device) / gamma)
 
 
 def dpace_weights(probabilities: torch.Tensor, supervised: torch.Tensor, alpha: float = 0.5) -> torch.Tensor:
     """(M, L) weights from the drafter's probabilities (M, L) of the right tokens, without gradient.
 
-    With s = (1 - alpha) q + alpha, the weight of slot k is the sum over j >= k of s_1 ... s_j: what is still to be won at k.
+    With s = (1 - alpha) q + alpha, the weight of position k is the sum over j >= k of s_1 ... s_j: what is still to be won at k.
     """
     smoothed = ((1 - alpha) * probabilities.detach() + alpha).masked_fill(~supervised, 1.0)
     prefix = smoothed.cumprod(dim=1) * supervised
@@ -52,7 +52,7 @@ class BlockLoss:
 
     Args:
         kind: one of `LOSSES`.
-        gamma: decay of the slots' weights; None for uniform ones. D-PACE has its own.
+        gamma: decay of the positions' weights; None for uniform ones. D-PACE has its own.
         ce_share: what cross-entropy keeps beside `tv` (its gradient dies where the drafter gives the token no chance).
     """
 
@@ -66,13 +66,13 @@ class BlockLoss:
         return self.kind in ("kl", "tv")
 
     def normalizer(self, supervised: torch.Tensor) -> torch.Tensor:
-        """What the sum over all blocks is divided by: weights of the supervised slots (..., L), known before any logit."""
+        """What the sum over all blocks is divided by: weights of the supervised positions (..., L), known before any logit."""
         if self.kind == "dpace":
             return supervised.sum()
-        return (supervised * slot_weights(supervised.shape[-1], self.gamma, supervised.device)).sum()
+        return (supervised * position_weights(supervised.shape[-1], self.gamma, supervised.device)).sum()
 
     def __call__(self, logits, labels, supervised, teacher_logits=None) -> torch.Tensor:
-        """Weighted sum over slots: logits (M, L, V) in float32, labels and supervised (M, L), teacher (M, L, V)."""
+        """Weighted sum over positions: logits (M, L, V) in float32, labels and supervised (M, L), teacher (M, L, V)."""
         log_probabilities = logits.log_softmax(dim=-1)
         ce = -log_probabilities.gather(-1, labels[..., None])[..., 0]  # (M, L)
         if self.kind == "dpace":
@@ -84,7 +84,7 @@ class BlockLoss:
         elif self.kind == "tv":
             distance = 0.5 * (teacher_logits.softmax(dim=-1) - log_probabilities.exp()).abs().sum(-1)
             loss = self.ce_share * ce + (1 - self.ce_share) * distance
-        weights = slot_weights(labels.shape[1], self.gamma, labels.device)
+        weights = position_weights(labels.shape[1], self.gamma, labels.device)
         return (weights * loss * supervised).sum()
 
 
@@ -135,7 +135,7 @@ class SelectorLoss:
         if self.block_loss.kind == "dpace":
             weights = dpace_weights(torch.exp(-ce), taking_part)
         else:
-            weights = slot_weights(labels.shape[1], self.block_loss.gamma, labels.device)
+            weights = position_weights(labels.shape[1], self.block_loss.gamma, labels.device)
         picked = (scores.argmax(-1) == right) & present
         return self.factor * (weights * ce * taking_part).sum(), present, picked
 

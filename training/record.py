@@ -63,8 +63,8 @@ def training_result(run, trainer, best: Path, figures: dict) -> dict:
     """What came of a run: steps, time, and the evaluation of its best checkpoint."""
     evaluation = {
         "prompts": len(trainer.eval_rows), "max_new_tokens": run.options.eval_new_tokens,
-        "acceptance_by_slot": [v for name, v in figures.items() if name.startswith("acceptance_slot_")],
-        **{name: v for name, v in figures.items() if not name.startswith("acceptance_slot_")},
+        "acceptance_by_position": [v for name, v in figures.items() if name.startswith("acceptance_position_")],
+        **{name: v for name, v in figures.items() if not name.startswith("acceptance_position_")},
     }  # fmt: skip
     return {
         "steps": trainer.state.global_step, "best_step": int(best.name.rsplit("-", 1)[1]), "epochs": trainer.state.epoch,

@@ -323,7 +323,7 @@ def finish(run: Run, trainer: DFlashTrainer, command: str) -> dict:
     replayed = data.validation if data.greedy else []
     figures = evaluate(target, rounded, trainer.eval_rows, replayed, options.eval_new_tokens)
     result = training_result(run, trainer, best, figures) | {"weights_sha256": checksum(folder / "model.safetensors")}
-    if by_position := result["evaluation"] and result["evaluation"]["acceptance_by_slot"]:
+    if by_position := result["evaluation"] and result["evaluation"]["acceptance_by_position"]:
         # Where the adaptive draft length starts from.
         config = read_json(folder / "config.json") | {"acceptance_prior": acceptance_prior(by_position)}
         write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")

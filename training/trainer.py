@@ -24,8 +24,8 @@ from .features import feature_layers, not_finite
 from .losses import BlockLoss, SelectorLoss, chunked_sum
 from .optimizer import MuonAdamW
 
-# Slots whose logits exist at one time: on a vocabulary of 150 thousand, 1.2 GB in float32.
-CHUNK_SLOTS = 2048
+# Draft positions whose logits exist at one time: on a vocabulary of 150 thousand, 1.2 GB in float32.
+CHUNK_POSITIONS = 2048
 
 
 class LengthGroupedBatches(Sampler):
@@ -192,7 +192,7 @@ class DFlashTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """The batches of an optimizer step, their blocks drawn, and what the step's loss is divided by: the weights of all
-        slots, over batches and processes, so that it does not matter how they are spread.
+        draft positions, over batches and processes, so that it does not matter how they are spread.
 
         Draws depend on seed, step and process only, so a resumed run draws what an uninterrupted one would have.
         """
@@ -287,7 +287,7 @@ class DFlashTrainer(Trainer):
         return draw_anchors(rows, self.num_anchors, generator, fixed=self.flex)
 
     def _loss(self, drafter, hidden, labels, supervised, teacher, anchor_ids, places, texts) -> torch.Tensor:
-        """Weighted sum of the loss over the slots of blocks (M, K - 1), over the tokens that can be drafted at their places.
+        """Weighted sum of the loss over the draft positions of blocks (M, K - 1), over the tokens that can be drafted at their places.
 
         Args:
             anchor_ids: (M,) tokens of the anchors.
@@ -324,13 +324,13 @@ class DFlashTrainer(Trainer):
                     noted.append(value & taught)
             return loss
 
-        chunk = max(1, CHUNK_SLOTS // labels.shape[1])
+        chunk = max(1, CHUNK_POSITIONS // labels.shape[1])
         loss = chunked_sum(hidden, loss_of, chunk, selector)
         right = torch.cat(right)
         if selector:
             self._note_selector(right, torch.cat(present), torch.cat(picked), supervised)
         self._note("accuracy", right.sum() / count.clamp(min=1))
-        self._note("accuracy_slot_1", right[:, 0].sum() / supervised[:, 0].sum().clamp(min=1))
+        self._note("accuracy_position_1", right[:, 0].sum() / supervised[:, 0].sum().clamp(min=1))
         # Of blocks at random anchors: higher than what rounds of generation accept, see `evaluation`.
         self._note("teacher_forced_tau", 1 + right.long().cumprod(1).sum() / max(len(right), 1))
         return loss
@@ -413,9 +413,9 @@ def evaluate(target, drafter, prompts: list[dict], rows: list[dict], max_new_tok
     figures = {}
     if real.acceptance_lengths:
         figures["acceptance_length"] = real.tau
-        figures |= {f"acceptance_slot_{k}": share for k, share in enumerate(real.slot_acceptance, start=1)}
+        figures |= {f"acceptance_position_{k}": share for k, share in enumerate(real.position_acceptance, start=1)}
     if forced:
         figures["replayed_acceptance_length"] = replayed.tau
         figures["teacher_forced_acceptance_length"] = statistics.mean(forced)
-        figures["first_slot_right"] = statistics.mean(first)
+        figures["position_1_accuracy"] = statistics.mean(first)
     return {name: round(value, 4) for name, value in figures.items()}

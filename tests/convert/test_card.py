@@ -26,7 +26,7 @@ RECORD = {
     "result": {
         "steps": 100, "seconds": 12.5, "anchors": 5000, "best_step": 80,
         "evaluation": {
-            "prompts": 16, "max_new_tokens": 64, "acceptance_length": 2.375, "acceptance_by_slot": [0.71, 0.42],
+            "prompts": 16, "max_new_tokens": 64, "acceptance_length": 2.375, "acceptance_by_position": [0.71, 0.42],
         },
     },
 }  # fmt: skip

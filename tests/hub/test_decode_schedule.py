@@ -308,7 +308,7 @@ def test_recorded_times_of_busy_machines_do_not_mislead(machine, drafter):
 
 
 def test_rows_are_counted_each():
-    """What a round adds is the sum over rows; a slot is tried by the rows that reach it."""
+    """What a round adds is the sum over rows; a draft position is tried by the sequences that reach it."""
     schedule = DraftSchedule(4)
     schedule.observe(0, [0, 0], 1.0, rows=2)
     before = schedule.budget()

@@ -425,12 +425,12 @@ def test_statistics():
     assert s.drafter_passes == sum(drafted > 0 for drafted in s.drafted[0])
     assert s.tau == 30 / len(s.acceptance_lengths[0])
     assert [a + 1 for a in s.accepted[0]] == s.acceptance_lengths[0]
-    shares = s.slot_acceptance
+    shares = s.position_acceptance
     assert len(shares) == 4 and 0 < shares[0] < 1
     drafter = scripted(drafter, "oracle", plain)
     greedy(target, ids, assistant_model=drafter, max_new_tokens=31)
     assert drafter.last_speculation.acceptance_lengths == [[5] * 6]
-    assert drafter.last_speculation.slot_acceptance == [1.0] * 4
+    assert drafter.last_speculation.position_acceptance == [1.0] * 4
 
 
 def test_pitfall_44_only_tapped_states_are_kept(monkeypatch):

@@ -200,7 +200,7 @@ def test_the_commands_from_answers_to_an_aligned_drafter(tmp_path):
     assert record["recipe"]["num_anchors"] == 16 and record["recipe"]["gamma"] == 2.0
     assert record["data"]["rows"] == 18 and record["data"]["target"] == "target"
     assert record["result"]["steps"] == 120
-    reached = [1.0, *record["result"]["evaluation"]["acceptance_by_slot"]]
+    reached = [1.0, *record["result"]["evaluation"]["acceptance_by_position"]]
     prior = [round(later / earlier, 2) for earlier, later in itertools.pairwise(reached) if earlier]
     assert drafter.config.acceptance_prior == prior and prior
     assert record["result"]["weights_sha256"] == checksum(tmp_path / "run" / "drafter" / "model.safetensors")

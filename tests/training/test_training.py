@@ -44,7 +44,7 @@ from dflash_hub.training.data import (
 )
 from dflash_hub.training.examples import in_a_file
 from dflash_hub.training.features import FeatureCache, target_features
-from dflash_hub.training.losses import BlockLoss, chunked_sum, default_gamma, dpace_weights, slot_weights
+from dflash_hub.training.losses import BlockLoss, chunked_sum, default_gamma, dpace_weights, position_weights
 from dflash_hub.training.optimizer import MuonAdamW
 from dflash_hub.training.options import TrainOptions
 from dflash_hub.training.responses import LocalTarget
@@ -251,10 +251,10 @@ def test_pitfall_78_packed_documents_do_not_see_each_other():
 # Losses
 
 
-def test_slot_weights_decay_as_in_the_paper():
+def test_position_weights_decay_as_in_the_paper():
     assert default_gamma(16) == 7 and default_gamma(10) == 5 and default_gamma(8) == 4
-    torch.testing.assert_close(slot_weights(3, 4.0, "cpu"), torch.tensor([1, 0.77880, 0.60653]))
-    assert slot_weights(3, None, "cpu").tolist() == [1, 1, 1]
+    torch.testing.assert_close(position_weights(3, 4.0, "cpu"), torch.tensor([1, 0.77880, 0.60653]))
+    assert position_weights(3, None, "cpu").tolist() == [1, 1, 1]
 
 
 def test_dpace_weights_against_their_definition():
@@ -262,9 +262,9 @@ def test_dpace_weights_against_their_definition():
     supervised = torch.tensor([[True, True, True], [True, True, False]])
     weights = dpace_weights(q, supervised, alpha=0.5)
     s = 0.5 * q + 0.5
-    for m, slots in ((0, 3), (1, 2)):
-        for k in range(slots):
-            expected = sum(float(s[m, : j + 1].prod()) for j in range(k, slots))
+    for m, length in ((0, 3), (1, 2)):
+        for k in range(length):
+            expected = sum(float(s[m, : j + 1].prod()) for j in range(k, length))
             assert float(weights[m, k]) == pytest.approx(expected)
     assert weights[1, 2] == 0
 
@@ -980,7 +980,7 @@ def test_pitfall_87_evaluation_during_training_is_real_generation(tmp_path, targ
     assert drafter.training
     real = evaluation.generate(target, drafter.eval(), [row["prompt_ids"] for row in answers[8:]], 24)
     assert figures["eval_acceptance_length"] == pytest.approx(real.tau, abs=1e-4)
-    assert figures["eval_acceptance_slot_1"] == pytest.approx(real.slot_acceptance[0], abs=1e-4)
+    assert figures["eval_acceptance_position_1"] == pytest.approx(real.position_acceptance[0], abs=1e-4)
     assert figures["eval_replayed_acceptance_length"] == figures["eval_acceptance_length"]
 
 
@@ -1036,7 +1036,7 @@ def test_a_batch_without_an_anchor_gives_no_loss(tmp_path, target, answers):
 
 @pytest.mark.parametrize("loss", ["ce", "dpace", "tv"])
 def test_a_step_over_several_batches_is_the_step_over_one(tmp_path, target, answers, loss):
-    """A slot weighs the same in a batch of short answers as in one of long ones, and beside a batch without any."""
+    """A draft position weighs the same in a batch of short answers as in one of long ones, and beside a batch without any."""
     rows = vary(answers[:6])
     silent = batch_of([answers[7]])
     silent["answer_mask"][:] = False
