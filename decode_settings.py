@@ -183,12 +183,16 @@ def resolve_num_draft_tokens(default: int | str, most: int, target, call: dict) 
     return number
 
 
-def resolve_num_tree_nodes(default: int | str | None, call: dict) -> int | str | None:
+def resolve_num_tree_nodes(default: int | str | None, num_draft_tokens: int | str, call: dict) -> int | str | None:
     """Return the number of nodes of a draft tree, "auto", or None for chains: the call's argument, else `default` (the drafter's config).
+
+    A config's "auto" is part of the adaptive draft length: beside a fixed `num_draft_tokens` it stands for chains.
 
     Raises:
         ValueError: what is stated is neither.
     """
+    if default == "auto" and num_draft_tokens != "auto":
+        default = None
     number = call.get("num_tree_nodes", default)
     if number is None or number == "auto":
         return number

@@ -156,7 +156,7 @@ def _generate(
     proposer.check(target)
     most = proposer.max_draft_tokens
     num_draft_tokens = resolve_num_draft_tokens(default, most, target, call)
-    num_nodes = resolve_num_tree_nodes(default_nodes, call)
+    num_nodes = resolve_num_tree_nodes(default_nodes, num_draft_tokens, call)
     schedule = make_schedule(num_draft_tokens, num_nodes, most, memory)
     read_prefix, streamer, own_cache = call.get("read_prefix", True), call.get("streamer"), passed_cache(model_kwargs)
     call = with_healed_tokens(target, resolved, with_stop_strings(target, resolved, call))
@@ -386,13 +386,16 @@ class Decoding:
             state.speculation.add_round(row, drafted, accepted[row], path.counts[row], len(draft), path.branches)
         if draft.scores is not None:
             state.speculation.add_tree(1 + sum(map(math.exp, draft.scores)), path.longest)
+        if not self.clock.wanted:
+            return
         seconds, context, fixed = self.clock.stop(), self.runner.inputs.columns, self.runner.fixed
-        observed = self.clock.wanted and not (fixed is not None and fixed.warms(path.fed))
-        if observed and draft.parents is not None:
+        if fixed is not None and fixed.warms(path.fed):
+            return
+        if draft.parents is not None:
             chain = [node + 1 for node in draft.best_chain]  # rows of the pass
             same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chain, path.rows[0][1:]))
             self.schedule.observe_tree(len(draft), (len(chain), len([*same])), path.longest, seconds, context)
-        elif observed:
+        else:
             in_lockstep = state.batch > 1 and state.lockstep
             counts = [min(drafted, path.counts[row] - 1) if in_lockstep else accepted[row] for row in running]
             self.schedule.observe(drafted, counts, *seconds, len(running), context)

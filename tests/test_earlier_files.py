@@ -12,6 +12,7 @@ from dflash_hub.benchmark.bench import read_records
 from dflash_hub.benchmark.report import write_report
 from dflash_hub.benchmark.rows import summarize_rows
 from dflash_hub.cli.app import app
+from dflash_hub.convert.card import _evaluation
 from dflash_hub.training.options import TrainOptions, with_new_names
 from dflash_hub.training.record import longest_trained
 from dflash_hub.training.train import _open_run, load_rows
@@ -55,6 +56,8 @@ def test_a_runs_yaml(tmp_path):
 
 def test_a_training_record():
     assert longest_trained(str(EARLIER)) == 12
+    record = json.loads((EARLIER / "training_record.json").read_text())
+    assert "acceptance by draft position 0." in " ".join(_evaluation(record))
 
 
 def test_rows_of_a_benchmark(tmp_path):

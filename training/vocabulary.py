@@ -1,5 +1,6 @@
 """The list of tokens that a drafter drafts from: the most frequent ones of responses that its target wrote."""
 
+import json
 import shutil
 from collections import Counter
 from collections.abc import Iterable
@@ -8,13 +9,14 @@ from pathlib import Path
 
 import torch
 
-from ..common.files import new_folder
+from ..common.files import new_folder, read_json
 from ..convert.card import RECORD, write_card
 from ..convert.checkpoint import InMemory
 from ..convert.importing import write_drafter
 from ..convert.reading import OURS, nonfinite_weights, read_drafter
 from ..drafter_vocabulary import check_token_ids, offsets_of
-from ..hub_files import CARD_MARK, nonfinite_sentence
+from ..hub_files import CARD_MARK, nonfinite_sentence, write_text
+from .features import checksum
 from .responses import iterate_responses, responses_at
 
 
@@ -80,9 +82,18 @@ def write_with_vocabulary(
     tensors = tensors | {"d2t": InMemory(None, "d2t", offsets_of(vocabulary.token_ids))}
     with new_folder(destination, force) as written:
         write_drafter(written, config, tensors)
-        for name in ("README.md", RECORD):
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, written / name)
+        if (folder / "README.md").is_file():
+            shutil.copyfile(folder / "README.md", written / "README.md")
+        if (folder / RECORD).is_file():
+            record = read_json(folder / RECORD)
+            record["draft_vocabulary"] = {
+                "responses": [path.name for path in paths],
+                "coverage": round(vocabulary.coverage, 4),
+            }
+            weights = written / "model.safetensors"
+            if weights.is_file() and "weights_sha256" in (record.get("result") or {}):
+                record["result"]["weights_sha256"] = checksum(weights)
+            write_text(written / RECORD, json.dumps(record, indent=1) + "\n")
         if CARD_MARK in (written / "README.md").read_text(encoding="utf-8"):
             write_card(written)
     return vocabulary

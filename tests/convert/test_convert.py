@@ -143,8 +143,8 @@ def test_the_root_checkpoint_was_trained_on_from_the_fixture_and_is_what_its_rec
     from helpers.tiny import ROOT
 
     ours, theirs = load_file(ROOT / "model.safetensors"), load_file(fixture_folder / "model.safetensors")
-    assert set(ours) == set(theirs)
-    for name in ours:
+    assert set(ours) == {*theirs, "d2t"}  # it drafts from a list
+    for name in theirs:
         assert (ours[name].shape, ours[name].dtype) == (theirs[name].shape, theirs[name].dtype)
     assert not torch.equal(ours["fc.weight"], theirs["fc.weight"])
     record = json.loads((ROOT / "training_record.json").read_text())

@@ -106,6 +106,11 @@ def test_a_number_limits_the_depth(monkeypatch):
     for most in (2, 0):
         text = greedy(target, ids, drafter, num_tree_nodes="auto", num_assistant_tokens=most)
         assert torch.equal(text, plain) and max([0, *drafter.last_speculation.drafted[0]]) == most
+    of_config = scripted(tiny_drafter(num_tree_nodes="auto"), "half-right", plain)
+    assert torch.equal(greedy(target, ids, of_config, num_assistant_tokens=2), plain)
+    assert of_config.last_speculation.nodes == of_config.last_speculation.drafted, (
+        "beside a number the config's trees are off"
+    )
 
 
 def test_chains_where_trees_are_not_supported(monkeypatch):

@@ -1,11 +1,13 @@
 """Lists of tokens to draft from: made from responses, written with a drafter, and trained with."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from dflash_hub import DFlashDraftModel
 from dflash_hub.cli import app as cli
+from dflash_hub.training.features import checksum
 from dflash_hub.training.options import with_new_names
 from dflash_hub.training.vocabulary import frequent_tokens
 from helpers.folders import tiny_tokenizer
@@ -42,10 +44,16 @@ def test_frequent_tokens_come_first_and_lower_ids_among_equals():
 
 
 def test_a_trained_drafter_gets_a_list_in_another_folder(pair):
+    Path("drafter", "training_record.json").write_text(
+        json.dumps({"result": {"weights_sha256": "of the weights without it"}})
+    )
     result = invoke("vocabulary", "drafter", "listed", "--responses", "bare.jsonl", "--size", 5)
     assert result.exit_code == 0, result.output
     expected = frequent_tokens([row["response_ids"] for row in pair], 5)
     assert f"listed {expected}" in " ".join(result.output.split())
+    record = json.loads(Path("listed", "training_record.json").read_text())
+    assert record["result"]["weights_sha256"] == checksum(Path("listed", "model.safetensors"))
+    assert record["draft_vocabulary"] == {"responses": ["bare.jsonl"], "coverage": round(expected.coverage, 4)}
     before, after = (DFlashDraftModel.from_pretrained(name) for name in ("drafter", "listed"))
     assert before.d2t is None and (after.d2t + torch.arange(5)).equal(expected.token_ids)
     assert all(after.state_dict()[name].equal(tensor) for name, tensor in before.state_dict().items())
