@@ -141,6 +141,16 @@ def test_greedy_text_is_that_of_generate(family, kind, cache):
     torch.testing.assert_close(read, states[: len(read)], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow  # it compiles
+@pytest.mark.parametrize("kind", TREES)
+def test_flex_attention_reads_trees(kind):
+    target, call = target_of("llama", "flex_attention"), {"do_sample": False, "max_new_tokens": 24}
+    plain = target.generate(prompt_of(7), **call)
+    text, speculation, _ = written(target, prompt_of(7), kind, plain, **call)
+    assert torch.equal(text, plain)
+    assert_accepted(kind, speculation)
+
+
 class CountsCalls(LogitsProcessor):
     """Keeps state: forbids what it has seen as the last token at every third call."""
 
