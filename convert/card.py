@@ -302,8 +302,8 @@ def _evaluation(record: dict) -> list[str]:
     if not evaluation:
         return []
     # 0.1.0 wrote the second name.
-    by_position = evaluation.get("acceptance_by_position") or evaluation["acceptance_by_slot"]
-    shares = ", ".join(f"{share:.2f}" for share in by_position)
+    name = "acceptance_by_position" if "acceptance_by_position" in evaluation else "acceptance_by_slot"
+    shares = ", ".join(f"{share:.2f}" for share in evaluation[name])
     return [
         f"At the end of training, on {evaluation['prompts']} validation prompts, {evaluation['max_new_tokens']} new tokens "
         f"each, greedy: acceptance length {evaluation['acceptance_length']:.2f} tokens a round, the target's own "

@@ -14,6 +14,7 @@ NOT_CARRIED = (
     "num_draft_tokens",
     "draft_vocab_size",
     "acceptance_prior",
+    "num_tree_nodes",
     "target_name_or_path",
     "target_revision",
     "target_rows",

@@ -87,7 +87,11 @@ def test_the_text_is_that_of_generate(where, kind, monkeypatch):
     """With trees where the config or the call says "auto", which the statistics show."""
     target, ids = timed(tiny_target("llama"), monkeypatch), prompt_of(10)
     plain = greedy(target, ids)
-    drafter = scripted(tiny_drafter(block_size=8, num_tree_nodes="auto" if where == "config" else None), kind, plain)
+    drafter = scripted(
+        tiny_drafter(block_size=8, num_draft_tokens="auto", num_tree_nodes="auto" if where == "config" else None),
+        kind,
+        plain,
+    )
     call = {"num_tree_nodes": "auto"} if where == "call" else {}
     calls = []
     for _ in range(2):

@@ -786,10 +786,10 @@ def test_pitfall_86_memory_does_not_grow_with_anchors_times_vocabulary(tmp_path,
             loss.backward()
         return logits.most
 
-    monkeypatch.setattr(training_step, "CHUNK_SLOTS", 4 * (BLOCK - 1))
+    monkeypatch.setattr(training_step, "CHUNK_POSITIONS", 4 * (BLOCK - 1))
     few, many = peak(8), peak(64)
     assert few == many > 0
-    monkeypatch.setattr(training_step, "CHUNK_SLOTS", 10**6)
+    monkeypatch.setattr(training_step, "CHUNK_POSITIONS", 10**6)
     assert peak(64) > 10 * many
 
 

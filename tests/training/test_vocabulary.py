@@ -11,7 +11,7 @@ from dflash_hub.training.features import checksum
 from dflash_hub.training.options import with_new_names
 from dflash_hub.training.vocabulary import frequent_tokens
 from helpers.folders import tiny_tokenizer
-from helpers.tiny import tiny_drafter, tiny_target
+from helpers.tiny import ROOT, tiny_drafter, tiny_target
 from helpers.training import answers_of
 from typer.testing import CliRunner
 
@@ -44,9 +44,9 @@ def test_frequent_tokens_come_first_and_lower_ids_among_equals():
 
 
 def test_a_trained_drafter_gets_a_list_in_another_folder(pair):
-    Path("drafter", "training_record.json").write_text(
-        json.dumps({"result": {"weights_sha256": "of the weights without it"}})
-    )
+    record = json.loads((ROOT / "tests/data/version-0.1.0/training_record.json").read_text())
+    record["result"]["weights_sha256"] = "of the weights without a list"
+    Path("drafter", "training_record.json").write_text(json.dumps(record))
     result = invoke("vocabulary", "drafter", "listed", "--responses", "bare.jsonl", "--size", 5)
     assert result.exit_code == 0, result.output
     expected = frequent_tokens([row["response_ids"] for row in pair], 5)
